@@ -1,0 +1,96 @@
+"""Frozen structs per part; flags, EVAP_* and TOML all derive from the fields below (see `options.py`).
+
+One field = one option: `max_body_bytes` is `--max-body-bytes`, `EVAP_MAX_BODY_BYTES`, and `max_body_bytes = ...`
+in the table of its part (`[protocol]`). Defaults and units live here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def opt(default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None) -> Any:
+    """A dataclass field that is an option. `low`/`high` are inclusive bounds, checked when the option is read."""
+    meta = {"help": help, "choices": choices, "low": low, "high": high}
+    if isinstance(default, (list, dict)):
+        raise TypeError("option defaults must be immutable")
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where to listen and how to speak of it."""
+
+    host: str = opt("127.0.0.1", "address to listen on")
+    port: int = opt(8000, "port to listen on; 0 picks a free one and prints it", low=0, high=65535)
+    tls_cert: str = opt("", "PEM file with the certificate chain; turns TLS on")
+    tls_key: str = opt("", "PEM file with the private key")
+    tls: str = opt("", "'self-signed' makes a certificate for development", choices=("", "self-signed"))
+    log_level: str = opt("info", "least severe level that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = opt("text", "log lines for people or for machines", choices=("text", "json"))
+    drain_timeout_s: float = opt(30.0, "seconds that running streams may take after SIGTERM", low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtocolConfig:
+    """Limits and deadlines of the wire. Every one has a test."""
+
+    max_body_bytes: int = opt(64 << 20, "largest request body (413 beyond)", low=1)
+    max_concurrent_streams: int = opt(256, "streams a client may have open on one HTTP/2 connection", low=1, high=100_000)
+    stream_window_bytes: int = opt(1 << 20, "HTTP/2 flow-control window for a request body", low=65_535, high=(1 << 31) - 1)
+    connection_window_bytes: int = opt(16 << 20, "HTTP/2 flow-control window for all bodies of a connection", low=65_535, high=(1 << 31) - 1)
+    max_header_list_bytes: int = opt(32 << 10, "largest header list, as RFC 9113 counts it (431 beyond)", low=1024)
+    max_headers: int = opt(100, "most header fields in a request (431 beyond)", low=8)
+    max_connections: int = opt(10_000, "most open connections", low=1)
+    max_buffered_body_bytes: int = opt(1 << 30, "request bytes held by all connections together (503 beyond)", low=1 << 20)
+    stream_buffer_bytes: int = opt(64 << 10, "unread bytes held for a slow reader before its tokens coalesce", low=1024)
+    stall_timeout_s: float = opt(30.0, "seconds a reader may take no byte before its stream is cancelled", low=0.05)
+    preface_timeout_s: float = opt(10.0, "seconds for the first request line, or the HTTP/2 preface and SETTINGS", low=0.05)
+    settings_timeout_s: float = opt(10.0, "seconds for the acknowledgement of our SETTINGS", low=0.05)
+    header_timeout_s: float = opt(10.0, "seconds for a request's complete head", low=0.05)
+    body_timeout_s: float = opt(60.0, "seconds without a byte of an unfinished request body (408)", low=0.05)
+    idle_timeout_s: float = opt(300.0, "seconds a connection without requests stays open", low=0.05)
+    keepalive_comment_s: float = opt(15.0, "seconds of silence after which a stream gets an SSE comment; 0 never", low=0)
+    reset_burst: int = opt(100, "resets (by client or provoked) a connection may make at once", low=1)
+    reset_per_s: float = opt(20.0, "resets a connection may make per second", low=0.1)
+    control_burst: int = opt(1000, "PING, SETTINGS, PRIORITY, unknown frames at once", low=10)
+    control_per_s: float = opt(200.0, "PING, SETTINGS, PRIORITY, unknown frames per second", low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Which engine and model."""
+
+    model: str = opt("", "directory, Hugging Face id, or built-in name (default smollm2-135m)")
+    engine: str = opt("auto", "what generates tokens", choices=("auto", "torch", "vllm", "synthetic"))
+    served_model_name: str = opt("", "name that clients use; default: the model's")
+    max_model_len: int = opt(0, "context in tokens; 0: the model's own", low=0, high=10_000_000)
+    dtype: str = opt("auto", "arithmetic of the model", choices=("auto", "bfloat16", "float16", "float32"))
+    device: str = opt("auto", "'cpu', 'cuda' or 'cuda:N'; auto takes a GPU if there is one")
+    max_running: int = opt(64, "generations that run at once in an engine", low=1, high=4096)
+    max_queued: int = opt(1024, "generations that may wait for the engine (429 beyond)", low=1)
+    max_choices: int = opt(128, "largest n of a request", low=1, high=1024)
+    kv_cache_mb: int = opt(0, "memory for the KV cache of the torch engine; 0: chosen from what is free", low=0)
+    prefill_chunk: int = opt(512, "most prompt tokens per step of the torch engine", low=16)
+    threads: int = opt(0, "CPU threads of the torch engine; 0: all cores", low=0)
+    rope_scaling: str = opt("", "JSON that overrides the model's RoPE scaling, e.g. '{\"rope_type\":\"dynamic\",\"factor\":4}'")
+    token_cache_mb: int = opt(64, "memory for token ids of conversations seen before; 0 switches it off", low=0)
+    synthetic_ttft_ms: float = opt(0.0, "synthetic engine: time to the first token", low=0)
+    synthetic_step_ms: float = opt(10.0, "synthetic engine: time between tokens; 0: as fast as it goes", low=0)
+    synthetic_tokens: int = opt(128, "synthetic engine: tokens of an answer without max_tokens", low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeterConfig:
+    """Accounts and the ledger."""
+
+    data_dir: str = opt("", "directory for the usage ledger; empty: no ledger is kept")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    server: ServerConfig = ServerConfig()
+    protocol: ProtocolConfig = ProtocolConfig()
+    engine: EngineConfig = EngineConfig()
+    meter: MeterConfig = MeterConfig()

@@ -1,0 +1,58 @@
+"""What a dialect of the API must give: parse a body into a ParsedRequest, and render an answer piece by piece.
+
+One renderer serves streamed and whole answers. Streamed: prelude, (delta | a row made of prefix + text + tail)*,
+finish per choice, usage, done; or error and done. Whole: `whole`. A renderer is made per request and has no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from evap.errors import EvapError
+from evap.messages import Choice, LogprobText, ParsedRequest, Usage
+
+
+class Renderer(Protocol):
+    #: content-type of the streamed and of the whole answer
+    stream_type: bytes
+    whole_type: bytes
+    #: the response's id ("chatcmpl-..."), also for GET /v1/usage/{id}
+    id: str
+
+    def prelude(self) -> bytes:
+        """Events before the first token (the assistant's role, for each choice); may be empty."""
+        ...
+
+    def row(self, index: int) -> tuple[bytes, bytes] | None:
+        """(prefix, tail) of a text event: prefix + escaped text + '"' + spaces + tail is one whole event.
+        None: this stream cannot take rows (logprobs, another dialect)."""
+        ...
+
+    def delta(self, index: int, text: str, logprobs: Sequence[LogprobText] | None = None) -> bytes: ...
+
+    def finish(self, index: int, reason: str, stop_reason: str | int | None = None) -> bytes:
+        """The event with finish_reason; reason "stop" | "length" | "error"."""
+        ...
+
+    def usage(self, usage: Usage) -> bytes:
+        """The final usage event (choices: []), asked for by stream_options.include_usage; else not called."""
+        ...
+
+    def error(self, error: EvapError) -> bytes: ...
+
+    def done(self) -> bytes:
+        """`data: [DONE]`, or nothing in a dialect without it."""
+        ...
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes: ...
+
+
+class Dialect(Protocol):
+    def parse(self, body: bytes, *, max_choices: int) -> ParsedRequest:
+        """Raises InvalidRequest (with param) for anything that is not a valid request."""
+        ...
+
+    def renderer(self, request: ParsedRequest, *, id_suffix: str, model: str, created_s: int) -> Renderer:
+        """`id_suffix`: 24 characters, unguessable, unique; `created_s`: Unix time."""
+        ...

@@ -1,0 +1,145 @@
+"""The vocabulary between the wire cores (HTTP/2, HTTP/1.1) and whoever answers: read this file first.
+
+A core takes bytes and a clock reading and returns events; it is answered through the `Reply` of the request.
+Nothing here awaits. A Reply is used from the loop's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+HeaderList = Sequence[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """A request's head, already held to RFC 9110/9113 rules. Names are lower case; values are raw bytes.
+
+    path is without the query; both are ASCII as received (percent-encoding kept).
+    """
+
+    method: str
+    path: str
+    query: str
+    headers: HeaderList
+    version: str  # "2" | "1.1" | "1.0"
+    scheme: str
+    authority: str
+    peer: str  # address of the other end, for logs
+    index: dict[bytes, bytes] = field(default_factory=dict)  # first value per name
+
+    def get(self, name: bytes) -> bytes | None:
+        return self.index.get(name)
+
+
+class Reply(Protocol):
+    """One response in the making. start -> send* -> end, or abort at any time. Calls after the end or after the peer
+    has gone are ignored (the peer may go at any moment; nobody has to ask first)."""
+
+    #: "2" or "1.1"
+    version: str
+    #: False once ended, aborted, reset by the peer, or the connection is gone.
+    alive: bool
+    #: Free for the exchange; None until it sets it.
+    owner: object
+    #: Body bytes queued here that the flow-control window or the transport does not take yet.
+    buffered: int
+
+    def start(self, status: int, headers: HeaderList) -> None:
+        """Response head of a streamed body. HTTP/1.1 adds transfer-encoding, both add date and server."""
+        ...
+
+    def send(self, data: bytes) -> None:
+        """Body bytes, in order. Queued without bound here: the caller watches `buffered`."""
+        ...
+
+    def end(self, trailers: HeaderList = ()) -> None: ...
+
+    def whole(self, status: int, headers: HeaderList, body: bytes) -> None:
+        """A complete answer with content-length (no body is sent for HEAD, and content-length is kept)."""
+        ...
+
+    def abort(self) -> None:
+        """Break the response off so that the client cannot take it for complete: RST_STREAM INTERNAL_ERROR, or close
+        the HTTP/1.1 connection without the last chunk."""
+        ...
+
+    def refuse(self) -> None:
+        """Nothing was done for this request, try elsewhere: RST_STREAM REFUSED_STREAM, or 503 and close in HTTP/1.1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReady:
+    """A whole request has arrived (head and body, within limits)."""
+
+    reply: Reply
+    head: RequestHead
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCancelled:
+    """The client no longer wants this response: RST_STREAM, a closed connection, a stalled reader past its deadline.
+
+    Comes at most once per reply, and never after its response was completely written.
+    reason: "client_reset" | "client_gone" | "stalled" | "protocol_error" | "drain"
+    """
+
+    reply: Reply
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOpened:
+    """`reply.buffered` fell to zero after it had been above it: coalesced tokens may go out, rows may resume."""
+
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The connection is over. StreamCancelled for each of its open replies came before."""
+
+    error: str = ""
+
+
+Event = RequestReady | StreamCancelled | WindowOpened | PeerGone
+
+
+class Core(Protocol):
+    """A wire core: sans I/O. The transport shell drives it; HTTP/2 and HTTP/1.1 are twins here."""
+
+    def receive(self, data: bytes, now_ns: int) -> list[Event]:
+        """Bytes in, events out. Never raises for anything a peer sends; look at `closing` and `take_output` after."""
+        ...
+
+    def eof(self, now_ns: int) -> list[Event]:
+        """The peer half-closed or the connection broke."""
+        ...
+
+    def tick(self, now_ns: int) -> list[Event]:
+        """Deadlines (about once a second, and before `deadline_ns`)."""
+        ...
+
+    def written(self, queued_bytes: int, now_ns: int) -> list[Event]:
+        """The transport's write buffer now holds `queued_bytes` (called after each write, and when it drains)."""
+        ...
+
+    def drain(self, now_ns: int) -> None:
+        """Graceful shutdown: refuse new requests, finish running ones, then close (design/http2.md fact 9)."""
+        ...
+
+    def take_output(self) -> list[bytes]:
+        """Bytes to write now, in order; the caller writes them in one call."""
+        ...
+
+    @property
+    def closing(self) -> bool:
+        """Close the transport once the output is written."""
+        ...
+
+    @property
+    def open_replies(self) -> int: ...
