@@ -6,7 +6,7 @@ Nothing here awaits. A Reply is used from the loop's thread only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -112,6 +112,10 @@ Event = RequestReady | StreamCancelled | WindowOpened | PeerGone
 class Core(Protocol):
     """A wire core: sans I/O. The transport shell drives it; HTTP/2 and HTTP/1.1 are twins here."""
 
+    #: Set by the shell. A core calls it when a Reply was used while the core was not in one of the calls below, so that
+    #: the shell flushes once in this loop pass. Cheap and idempotent; None in tests that drain by hand.
+    wake: Callable[[], None] | None
+
     def receive(self, data: bytes, now_ns: int) -> list[Event]:
         """Bytes in, events out. Never raises for anything a peer sends; look at `closing` and `take_output` after."""
         ...
@@ -143,3 +147,60 @@ class Core(Protocol):
 
     @property
     def open_replies(self) -> int: ...
+
+
+class RowsHost(Protocol):
+    """Whoever writes DATA frames of its own (the row buffers) and therefore keeps stream windows of its own.
+
+    The connection's window always lives in the core: call `spend_connection` in the step that calls `append_raw`.
+    A stream's window lives with the host between `acquire` and `on_rows(stream_id, False)`.
+    """
+
+    def before_window_frame(self, core: RowCore, stream_id: int) -> None:
+        """A frame is about to change windows: write yours back with `core.spend`. stream_id 0: all of this core's."""
+        ...
+
+    def after_window_frame(self, core: RowCore, stream_id: int) -> None:
+        """Read yours again with `core.stream_window` and `core.connection_window`. stream_id 0: all of this core's."""
+        ...
+
+    def release(self, reply: Reply) -> None:
+        """`reply` leaves the rows now (it is sent to, ended, aborted, reset): `core.spend` what it used, and
+        `core.on_rows(stream_id, False)`. Also called when the stream is already closed; spending is then ignored."""
+        ...
+
+
+class RowCore(Protocol):
+    """What an HTTP/2 core offers to a RowsHost. stream_id is `reply.stream_id`."""
+
+    rows: RowsHost | None
+
+    @property
+    def connection_window(self) -> int: ...
+
+    @property
+    def writable(self) -> bool:
+        """False while the transport holds more than its high-water mark, or the connection is closing."""
+        ...
+
+    def acquire(self, reply: Reply) -> int | None:
+        """The stream's outbound window, and the stream is on rows from now on. None (and nothing changes) unless the
+        reply is alive, started, not ended, expects a body and has nothing buffered."""
+        ...
+
+    def on_rows(self, stream_id: int, on: bool) -> None: ...
+
+    def stream_window(self, stream_id: int) -> int:
+        """May be negative (RFC 9113 6.9.2); 0 for a closed stream."""
+        ...
+
+    def spend(self, stream_id: int, n: int) -> None:
+        """Take n bytes off the stream's window, and nothing else. Ignored for a closed stream."""
+        ...
+
+    def spend_connection(self, n: int) -> None: ...
+
+    def append_raw(self, data: bytes, frames: int) -> None:
+        """Ready DATA frames (`frames` of them), in order with everything else. `data` is kept by reference until it is
+        written: give it away."""
+        ...
