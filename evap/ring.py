@@ -135,17 +135,17 @@ class RingWriter:
 
     def _recover(self) -> int:
         """First position that holds no whole record; words that carry its tag or a later one become 0."""
-        head = self._cells[WORD_HEAD]
-        expected = _tags(self._iota, head, self.capacity)
-        places = (self._iota + np.uint64(head)) % np.uint64(self.capacity)
-        started = (self._records[places] >> np.uint64(32)) == expected[:, None]
-        whole = started.all(axis=1)
+        # The tail is ahead of the head if the reader took records, or saw itself lapped, before the head was written.
+        base = max(self._cells[WORD_HEAD], self._cells[WORD_TAIL])
+        places = (self._iota + np.uint64(base)) % np.uint64(self.capacity)
+        tags = self._records[places] >> np.uint64(32)
+        whole = (tags == _tags(self._iota, base, self.capacity)[:, None]).all(axis=1)
         done = self.capacity if whole.all() else int(whole.argmin())
-        torn = started.any(axis=1)
-        torn[:done] = False
+        ahead = (tags + np.uint64(TAG_CYCLE - tag_of(base + done))) % np.uint64(TAG_CYCLE)
+        torn = ((tags > 0) & (ahead < TAG_CYCLE // 2)).any(axis=1)
         self._records[places[torn]] = 0
-        self._cells[WORD_HEAD] = head + done
-        return head + done
+        self._cells[WORD_HEAD] = base + done
+        return base + done
 
     def room(self) -> int:
         """Records that can be written now without overwriting one the reader has not taken (0 when lapped)."""
