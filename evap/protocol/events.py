@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 HeaderList = Sequence[tuple[bytes, bytes]]
 
@@ -46,6 +46,9 @@ class Reply(Protocol):
     owner: object
     #: Body bytes queued here that the flow-control window or the transport does not take yet.
     buffered: int
+    #: The connection's core, and the HTTP/2 stream (0 over HTTP/1.1): what rows.py needs to join a stream.
+    core: Any
+    stream_id: int
 
     def start(self, status: int, headers: HeaderList) -> None:
         """Response head of a streamed body. HTTP/1.1 adds transfer-encoding, both add date and server."""

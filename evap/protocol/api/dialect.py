@@ -14,6 +14,8 @@ from evap.messages import Choice, LogprobText, ParsedRequest, Usage
 
 
 class Renderer(Protocol):
+    #: "sse" | "text" (raw UTF-8) | "tokens" (u32 ids)
+    kind: str
     #: content-type of the streamed and of the whole answer
     stream_type: bytes
     whole_type: bytes
@@ -29,7 +31,15 @@ class Renderer(Protocol):
         None: this stream cannot take rows (logprobs, another dialect)."""
         ...
 
-    def delta(self, index: int, text: str, logprobs: Sequence[LogprobText] | None = None) -> bytes: ...
+    def delta(
+        self, index: int, text: str, logprobs: Sequence[LogprobText] | None = None, usage: Usage | None = None
+    ) -> bytes:
+        """One text event; `usage` is set when the client asked for stream_options.continuous_usage_stats."""
+        ...
+
+    def tokens(self, ids: Sequence[int]) -> bytes:
+        """Little-endian u32 token ids, for kind "tokens"; b"" in the others."""
+        ...
 
     def finish(self, index: int, reason: str, stop_reason: str | int | None = None) -> bytes:
         """The event with finish_reason; reason "stop" | "length" | "error"."""
@@ -53,6 +63,8 @@ class Dialect(Protocol):
         """Raises InvalidRequest (with param) for anything that is not a valid request."""
         ...
 
-    def renderer(self, request: ParsedRequest, *, id_suffix: str, model: str, created_s: int) -> Renderer:
-        """`id_suffix`: 24 characters, unguessable, unique; `created_s`: Unix time."""
+    def renderer(
+        self, request: ParsedRequest, *, id_suffix: str, model: str, created_s: int, kind: str = "sse"
+    ) -> Renderer:
+        """`id_suffix`: 24 characters, unguessable, unique; `created_s`: Unix time; `kind`: what was negotiated."""
         ...

@@ -1,0 +1,240 @@
+"""Requests in: validate, admit, tokenize, submit; and what ends them early: cancel, failure, drain.
+
+Everything runs on the loop's thread and nothing awaits. Work on large prompts is handed to a pool and comes back as a
+call. What engine steps do to running exchanges is in `steps.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from evap.config import Config
+from evap.engine.interface import Replica, Text, check_request
+from evap.errors import (
+    ContextOverflow,
+    Draining,
+    EngineUnavailable,
+    EvapError,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    echo,
+)
+from evap.exchange import Exchange, Input, State
+from evap.messages import ReplicaState, SamplingParams
+from evap.protocol.api.dialect import Dialect
+from evap.protocol.events import HeaderList, Reply, RequestHead
+from evap.protocol.rows import RowTable
+from evap.steps import Steps
+
+#: prompts in bodies shorter than this are tokenized on the loop: a thread switch would cost more
+INLINE_BODY_BYTES: Final = 8 << 10
+MAX_REQUEST_ID_BYTES: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """What the loop gives: nothing in this file knows asyncio or a clock."""
+
+    now_ns: Callable[[], int]
+    wall_s: Callable[[], float]
+    #: run in a thread, then call back on the loop with the result or the exception
+    in_pool: Callable[[Callable[[], Any], Callable[[Any], None]], None]
+    #: call on the next pass of the loop
+    soon: Callable[[Callable[[], None]], None]
+    #: write what every connection has to write, now
+    flush: Callable[[], None]
+    settled: Callable[[Exchange], None]
+    log_exception: Callable[[str], None]
+    #: answer with a whole error; returns the status
+    send_error: Callable[[Reply, EvapError], int]
+
+
+class Dispatch:
+    """All exchanges of a process."""
+
+    def __init__(self, config: Config, *, text: Text, replica: Replica, rows: RowTable, model: str, shell: Shell) -> None:
+        self.text = text
+        self.replica = replica
+        self.model = model
+        self.draining = False
+        self.open: dict[Exchange, None] = {}  # until settled
+        self.steps = Steps(
+            text=text, rows=rows, cancel=replica.cancel, flush=shell.flush, now_ns=shell.now_ns, settled=self._settled
+        )
+        self._config = config
+        self._shell = shell
+        self._tokenizing = 0  # choices of exchanges whose prompt is in the pool
+        self._progress: dict[Exchange, int] = {}
+
+    # A request comes in
+
+    def generate(self, reply: Reply, head: RequestHead, body: bytes, dialect: Dialect, kind: str) -> None:
+        """Validate, admit, tokenize, submit. Raises EvapError for what is refused at once (the caller answers)."""
+        headers = self._echoed(head)
+        request = dialect.parse(body, max_choices=self._config.engine.max_choices)
+        if request.model is not None and request.model != self.model:
+            raise NotFound(f"the model '{echo(request.model)}' does not exist", param="model", code="model_not_found")
+        self._admit(request.n)
+        renderer = dialect.renderer(
+            request, kind=kind, id_suffix=secrets.token_urlsafe(18), model=self.model, created_s=int(self._shell.wall_s())
+        )
+        exchange = Exchange(
+            reply=reply, request=request, renderer=renderer, text=self.text, headers=headers,
+            stream_buffer=self._config.protocol.stream_buffer_bytes, opened_ns=self._shell.now_ns(),
+        )  # fmt: skip
+        reply.owner = exchange
+        self.open[exchange] = None
+        self._tokenizing += request.n
+        if len(body) < INLINE_BODY_BYTES:
+            try:
+                ids: list[int] | Exception = self._tokenize(exchange)
+            except Exception as error:  # noqa: BLE001 - judged in _tokenized, as when it comes from the pool
+                ids = error
+            self._tokenized(exchange, ids)
+        else:
+            self._shell.in_pool(lambda: self._tokenize(exchange), lambda result: self._tokenized(exchange, result))
+
+    def _echoed(self, head: RequestHead) -> HeaderList:
+        """A client's X-Request-Id is echoed and never used as a key."""
+        request_id = head.get(b"x-request-id")
+        if request_id is None:
+            return ()
+        if len(request_id) > MAX_REQUEST_ID_BYTES:
+            raise InvalidRequest(f"X-Request-Id is longer than {MAX_REQUEST_ID_BYTES} bytes", param="x-request-id")
+        return ((b"x-request-id", request_id),)
+
+    def _admit(self, n: int) -> None:
+        if self.draining:
+            raise Draining("the server is shutting down", retry_after_s=5)
+        if self.replica.state is not ReplicaState.READY:
+            raise EngineUnavailable("the engine is not ready", retry_after_s=5)
+        engine = self._config.engine
+        slots = self.steps.slots
+        busy = self._tokenizing + slots.size - slots.free
+        if busy + n > min(engine.max_running + engine.max_queued, slots.size):
+            raise Overloaded(f"{busy} generations are running or waiting; try again later", retry_after_s=1)
+
+    def _tokenize(self, exchange: Exchange) -> list[int]:
+        request = exchange.request
+        if request.messages is not None:
+            return self.text.chat_ids(request.messages, dict(request.template_args))
+        if request.prompt_ids is not None:
+            return list(request.prompt_ids)
+        return self.text.encode(request.prompt_text or "")
+
+    def _tokenized(self, exchange: Exchange, result: list[int] | Exception) -> None:
+        self._tokenizing -= exchange.request.n
+        if exchange.state is not State.OPEN:  # the client left while its prompt was in the pool
+            return
+        try:
+            if isinstance(result, Exception):
+                raise result
+            self._submit(exchange, result)
+        except EvapError as error:
+            self._refuse(exchange, error)
+        except Exception:  # noqa: BLE001 - whatever a template or tokenizer raises must not stop the loop
+            self._shell.log_exception("a request could not be prepared")
+            self._refuse(exchange, InternalError("the request could not be prepared"))
+
+    def _refuse(self, exchange: Exchange, error: EvapError) -> None:
+        """Answer with an error before any token."""
+        if exchange.fail(error):
+            exchange.status = self._shell.send_error(exchange.reply, error)
+        self._abandon(exchange)
+
+    def _submit(self, exchange: Exchange, prompt_ids: list[int]) -> None:
+        request = exchange.request
+        sampling = self._complete(request.sampling, request.max_tokens, len(prompt_ids))
+        check_request(self.replica.info, self.text.eos_ids, sampling, prompt_ids)
+        self._admit(request.n)
+        exchange.prompt_ids, exchange.sampling = prompt_ids, sampling
+        exchange.choices = [self.steps.add(exchange, index) for index in range(request.n)]
+        exchange.move(Input.SUBMIT)
+        if request.stream:
+            exchange.begin()
+            for choice in exchange.choices:
+                self.steps.want_rows(choice)
+        for choice in exchange.choices:
+            self.replica.submit(choice.slot, choice.generation, exchange.request_for(choice.index))
+
+    def _complete(self, sampling: SamplingParams, max_tokens: int | None, prompt: int) -> SamplingParams:
+        """max_tokens against the context. Raises ContextOverflow naming both numbers."""
+        context = self.replica.info.max_model_len
+        room = context - prompt
+        if room < 1 or (max_tokens is not None and max_tokens > room):
+            wanted = f"{prompt} in the prompt" + (f" and {max_tokens} to generate" if max_tokens is not None else "")
+            raise ContextOverflow(
+                f"the model's context is {context} tokens, but the request asks for {prompt + (max_tokens or 1)} ({wanted})",
+                param="max_tokens" if max_tokens is not None and room >= 1 else "messages",
+            )
+        return msgspec.structs.replace(sampling, max_tokens=max_tokens if max_tokens is not None else room)
+
+    # What ends exchanges early
+
+    def cancelled(self, reply: Reply, reason: str) -> None:
+        """StreamCancelled: the engine hears of it at once, also while it is silent."""
+        exchange = reply.owner
+        if isinstance(exchange, Exchange) and exchange.can(Input.CANCEL):
+            self.steps.cancel(exchange, reason)
+            self._shell.soon(self.steps.settle_ended)
+
+    def window_opened(self, reply: Reply) -> None:
+        """WindowOpened: a slow reader has caught up."""
+        exchange = reply.owner
+        if not isinstance(exchange, Exchange):
+            return
+        if exchange.state is State.RUNNING:
+            exchange.release_held()
+            for choice in exchange.choices:
+                if not choice.ended:
+                    self.steps.want_rows(choice)
+        else:
+            self._shell.soon(self.steps.settle_ended)
+
+    def fail_all(self, error: EvapError) -> None:
+        """Every open exchange ends with this error (drain deadline)."""
+        for exchange in list(self.open):
+            if exchange.state in (State.OPEN, State.RUNNING):
+                self._refuse(exchange, error)
+        self._shell.flush()
+
+    def _abandon(self, exchange: Exchange) -> None:
+        self.steps.abandon(exchange)
+        self._shell.soon(self._flush_and_settle)
+
+    def _flush_and_settle(self) -> None:
+        self._shell.flush()
+        self.steps.settle_ended()
+
+    def _settled(self, exchange: Exchange) -> None:
+        del self.open[exchange]
+        self._progress.pop(exchange, None)
+        self._shell.settled(exchange)
+
+    def tick(self) -> None:
+        """Every keepalive period: a streamed answer that has been silent since the last tick gets an SSE comment."""
+        seen: dict[Exchange, int] = {}
+        for exchange in self.open:
+            if exchange.state is State.RUNNING and exchange.request.stream:
+                self.steps.counts(exchange)
+                computed = sum(c.computed for c in exchange.choices)
+                if self._progress.get(exchange) == computed:
+                    exchange.comment()
+                    for choice in exchange.choices:
+                        self.steps.want_rows(choice)
+                seen[exchange] = computed
+        self._progress = seen
+        self._shell.flush()
+        self.steps.settle_ended()
+
+    @property
+    def active(self) -> Sequence[Exchange]:
+        """Exchanges that still owe an answer."""
+        return [e for e in self.open if e.state in (State.OPEN, State.RUNNING)]

@@ -1,0 +1,368 @@
+"""One request from open to settled: it joins a reply, its choices' slots, and the account. No I/O, no clock.
+
+Rule 1: a streamed and a whole answer take the same path; a whole one is a fold over the stream.
+Rule 2: `state` moves only by the table below, and settling happens once, when both hold: the engine has confirmed the
+        end of every slot, and the reply has been written completely or will never be.
+Rule 3: text reaches the reply through `_emit` only; a slow reader's tokens coalesce there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from evap.engine.interface import Detokenizer, Text
+from evap.errors import EngineFailed, EvapError
+from evap.messages import (
+    Choice,
+    Finish,
+    GenerateRequest,
+    LogprobText,
+    ParsedRequest,
+    TokenLogprobs,
+    Usage,
+)
+from evap.protocol.api.dialect import Renderer
+from evap.protocol.events import HeaderList, Reply
+
+
+class State(enum.Enum):
+    OPEN = "open"  #: parsed; its prompt is being tokenized
+    RUNNING = "running"  #: submitted; tokens may come
+    ANSWERED = "answered"  #: the reply was ended; slots or bytes are outstanding
+    CANCELLED = "cancelled"  #: the client went away (or was sent an error); slots are outstanding
+    SETTLED = "settled"
+
+
+class Input(enum.Enum):
+    SUBMIT = "submit"
+    ANSWER = "answer"
+    CANCEL = "cancel"
+    SETTLE = "settle"
+
+
+TRANSITIONS: Final[dict[tuple[State, Input], State]] = {
+    (State.OPEN, Input.SUBMIT): State.RUNNING,
+    (State.OPEN, Input.ANSWER): State.ANSWERED,  # refused: an error before any token
+    (State.OPEN, Input.CANCEL): State.CANCELLED,
+    (State.RUNNING, Input.ANSWER): State.ANSWERED,
+    (State.RUNNING, Input.CANCEL): State.CANCELLED,
+    (State.ANSWERED, Input.CANCEL): State.CANCELLED,  # gone before it had read everything
+    (State.ANSWERED, Input.SETTLE): State.SETTLED,
+    (State.CANCELLED, Input.SETTLE): State.SETTLED,
+}
+
+NO_STORE: Final = (b"cache-control", b"no-store")
+FINISH_REASONS: Final = {Finish.STOP: "stop", Finish.LENGTH: "length"}
+
+
+class ChoiceRun:
+    """One choice: a slot in the engine and the text that came of it."""
+
+    __slots__ = (
+        "computed", "delivered", "detokenizer", "emitted", "ended", "exchange", "generation", "held", "held_logprobs",
+        "ids", "index", "logprobs", "marked", "parts", "reason", "released", "row", "row_delivered", "slot",
+        "stop_reason", "unmarked",
+    )  # fmt: skip
+
+    def __init__(self, exchange: Exchange, index: int) -> None:
+        self.exchange = exchange
+        self.index = index
+        self.slot = -1
+        self.generation = 0
+        self.detokenizer: Detokenizer | None = None
+        self.ids: list[int] = []  # whole answers: tokens not yet turned into text
+        self.parts: list[str] = []  # whole answers: text
+        self.logprobs: list[LogprobText] = []
+        self.held: list[str] = []  # slow readers: text to be coalesced
+        self.held_logprobs: list[LogprobText] = []
+        self.row: tuple[bytes, bytes] | None = None  #: constant parts of its rows; None: this choice takes none
+        self.computed = 0
+        self.emitted = 0
+        self.unmarked = 0  #: tokens taken whose text has not been given to the reply
+        self.marked = 0  #: tokens whose text has
+        self.delivered = 0  #: of those, taken by the transport
+        self.row_delivered = 0  #: tokens that went out as rows
+        self.reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.ended = False  #: the answer has its finish_reason
+        self.released = False  #: the engine has confirmed the end
+
+
+class Exchange:
+    """One request and its response."""
+
+    def __init__(
+        self,
+        *,
+        reply: Reply,
+        request: ParsedRequest,
+        renderer: Renderer,
+        text: Text,
+        headers: HeaderList,
+        stream_buffer: int,
+        opened_ns: int,
+    ) -> None:
+        self.reply = reply
+        self.request = request
+        self.renderer = renderer
+        self.kind = renderer.kind
+        self.state = State.OPEN
+        self.prompt_ids: list[int] = []
+        self.sampling = request.sampling
+        self.choices: list[ChoiceRun] = []
+        self.cached = 0
+        self.opened_ns = opened_ns
+        self.first_ns = 0
+        self.last_sent_ns = opened_ns
+        self.end = ""  #: why it ended: stop, length, client_reset, client_gone, stalled, error codes
+        self.status = 0
+        self._headers = headers
+        self._text = text
+        self._buffer = stream_buffer
+        self._queued = 0  # body bytes given to the reply
+        self._marks: deque[tuple[int, ChoiceRun, int]] = deque()  # (queued bytes, choice, tokens) not yet known delivered
+        plain = not request.stop and request.sampling.logprobs is None and not request.echo
+        #: tokens may be turned into text in any portion size, at any time
+        self.plain_text = plain
+        self.rows_allowed = (
+            plain and request.stream and request.skip_special_tokens and not request.continuous_usage
+            and text.fragments is not None and self.kind != "text"
+        )  # fmt: skip
+
+    def move(self, event: Input) -> None:
+        """Take a transition. Raises KeyError for one that the table does not have: that is our bug."""
+        self.state = TRANSITIONS[self.state, event]
+
+    def can(self, event: Input) -> bool:
+        return (self.state, event) in TRANSITIONS
+
+    # From request to engine
+
+    def request_for(self, index: int) -> GenerateRequest:
+        """Choices of one request share the prompt; a seed is offset by the choice, so that each differs."""
+        sampling = self.sampling
+        if index and sampling.seed is not None:
+            sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % (1 << 63))
+        return GenerateRequest(prompt_ids=self.prompt_ids, sampling=sampling)
+
+    def begin(self) -> None:
+        """Send the head and the first events of a streamed answer at once: proxies see life before the first token."""
+        self.status = 200
+        self.reply.start(200, ((b"content-type", self.renderer.stream_type), NO_STORE, *self._headers))
+        prelude = self.renderer.prelude()
+        if prelude:
+            self._send(prelude)
+        if self.request.echo and self.request.prompt_text is not None:
+            for choice in self.choices:
+                self._send(self.renderer.delta(choice.index, self.request.prompt_text))
+        if self.rows_allowed:
+            for choice in self.choices:
+                choice.row = self.renderer.row(choice.index)
+
+    # Tokens in
+
+    def take(self, choice: ChoiceRun, ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> None:
+        """Tokens of one choice, in order, that did not go out as rows. May end the choice (stop string)."""
+        if choice.ended or self.state is not State.RUNNING:
+            return
+        if not self.request.stream and self.plain_text:
+            choice.ids.extend(ids)
+            return
+        if self.kind == "tokens":
+            choice.ids.extend(ids)
+            if self.reply.buffered < self._buffer:
+                self._send_ids(choice)
+            return
+        detokenizer = choice.detokenizer or self._detokenizer(choice)
+        texts = [self._logprob_text(i, lp) for i, lp in zip(ids, logprobs, strict=True)] if logprobs is not None else None
+        text = detokenizer.push(ids)
+        choice.unmarked += len(ids)
+        if text or texts:
+            self._emit(choice, text, texts)
+        if detokenizer.stopped is not None:
+            choice.emitted = detokenizer.consumed()  # a choice with stop strings is never on rows
+            self._end_choice(choice, "stop", detokenizer.stopped)
+
+    def _detokenizer(self, choice: ChoiceRun) -> Detokenizer:
+        request = self.request
+        choice.detokenizer = self._text.detokenizer(
+            stop=request.stop, include_stop=request.include_stop, skip_special=request.skip_special_tokens,
+            prompt_ids=self.prompt_ids,
+        )  # fmt: skip
+        return choice.detokenizer
+
+    def _logprob_text(self, token: int, entry: TokenLogprobs) -> LogprobText:
+        def text_of(i: int) -> tuple[str, bytes]:
+            data = self._text.token_bytes(i)
+            return data.decode(errors="replace"), data
+
+        text, data = text_of(token)
+        top = tuple((*(t := text_of(a.token))[:1], a.logprob, t[1]) for a in entry.top)
+        return LogprobText(text=text, logprob=entry.logprob, data=data, top=top)
+
+    def finish(self, choice: ChoiceRun, finish: Finish, last_token: int | None) -> None:
+        """The engine's final record. `last_token` is the token that stopped it, if it is one of the request's own."""
+        if choice.ended or self.state is not State.RUNNING:
+            return
+        if finish not in FINISH_REASONS:
+            self.fail(EngineFailed("the engine failed while it was generating this answer; the request may be retried"))
+            return
+        choice.emitted = choice.computed
+        if choice.ids and not self.request.stream:
+            detokenizer = choice.detokenizer or self._detokenizer(choice)
+            choice.parts.append(detokenizer.push(choice.ids))
+            choice.ids = []
+        tail = choice.detokenizer.finish() if choice.detokenizer is not None else ""
+        if tail:
+            self._emit(choice, tail, None)
+        own = last_token is not None and last_token in self.sampling.stop_token_ids
+        self._end_choice(choice, FINISH_REASONS[finish], last_token if own and finish is Finish.STOP else None)
+
+    # Text out
+
+    def _emit(self, choice: ChoiceRun, text: str, logprobs: list[LogprobText] | None) -> None:
+        if not self.request.stream:
+            choice.parts.append(text)
+            choice.logprobs.extend(logprobs or ())
+            return
+        choice.held.append(text)
+        choice.held_logprobs.extend(logprobs or ())
+        if self.reply.buffered < self._buffer:
+            self._send_held(choice)
+
+    def _send_held(self, choice: ChoiceRun) -> None:
+        text, logprobs = "".join(choice.held), choice.held_logprobs
+        choice.held, choice.held_logprobs = [], []
+        if self.request.continuous_usage:
+            self._send(self.renderer.delta(choice.index, text, logprobs or None, self.usage()))
+        else:
+            self._send(self.renderer.delta(choice.index, text, logprobs or None))
+        self._mark(choice, choice.unmarked)
+
+    def _send_ids(self, choice: ChoiceRun) -> None:
+        ids, choice.ids = choice.ids, []
+        choice.unmarked += len(ids)
+        self._send(self.renderer.tokens(ids))
+        self._mark(choice, choice.unmarked)
+
+    def release_held(self) -> None:
+        """The reader caught up: what was coalesced goes out as one event a choice."""
+        for choice in self.choices:
+            if choice.held:
+                self._send_held(choice)
+            elif choice.ids and self.request.stream:
+                self._send_ids(choice)
+
+    def _send(self, data: bytes) -> None:
+        if data:
+            self._queued += len(data)
+            self.reply.send(data)
+
+    def _mark(self, choice: ChoiceRun, tokens: int) -> None:
+        """The bytes given to the reply so far complete `tokens` more tokens of the choice."""
+        choice.unmarked = 0
+        choice.marked += tokens
+        self._marks.append((self._queued, choice, tokens))
+        self._settle_marks()
+
+    def _settle_marks(self) -> None:
+        """Tokens whose last byte has been taken by the transport are delivered."""
+        gone = self._queued - self.reply.buffered
+        while self._marks and self._marks[0][0] <= gone:
+            _, choice, tokens = self._marks.popleft()
+            choice.delivered += tokens
+
+    def comment(self) -> None:
+        """An SSE comment: proxies and clients that time out on silence see life; nobody counts it."""
+        if self.kind == "sse" and self.reply.buffered == 0:
+            self._send(b": waiting\n\n")
+
+    # Ends
+
+    def _end_choice(self, choice: ChoiceRun, reason: str, stop_reason: str | int | None) -> None:
+        choice.ended = True
+        choice.reason, choice.stop_reason = reason, stop_reason
+        if self.request.stream:
+            self.release_held()
+            self._send(self.renderer.finish(choice.index, reason, stop_reason))
+            # The end token, and tokens whose text a stop string swallowed, arrive with the finish_reason.
+            self._mark(choice, choice.emitted - choice.marked - choice.row_delivered)
+        if all(c.ended for c in self.choices):
+            self._answer(reason)
+
+    def _answer(self, reason: str) -> None:
+        self.end = reason
+        if self.request.stream:
+            if self.request.include_usage:
+                self._send(self.renderer.usage(self.usage()))
+            self._send(self.renderer.done())
+            self.reply.end()
+        else:
+            body = self.renderer.whole([self._whole(c) for c in self.choices], self.usage())
+            self.status = 200
+            self._queued += len(body)
+            self.reply.whole(200, ((b"content-type", self.renderer.whole_type), *self._headers), body)
+            for choice in self.choices:
+                self._mark(choice, choice.emitted)
+        self.move(Input.ANSWER)
+
+    def _whole(self, choice: ChoiceRun) -> Choice:
+        text = "".join(choice.parts)
+        if self.request.echo and self.request.prompt_text is not None:
+            text = self.request.prompt_text + text
+        return Choice(
+            index=choice.index, text=text, finish_reason=choice.reason or "error", stop_reason=choice.stop_reason,
+            logprobs=choice.logprobs if self.request.sampling.logprobs is not None else None,
+        )  # fmt: skip
+
+    def fail(self, error: EvapError) -> bool:
+        """Answer with an error: whole if nothing was sent, as an event if the stream runs. True if it was whole."""
+        self.end = error.code or "error"
+        if self.state not in (State.OPEN, State.RUNNING):
+            return False
+        whole = self.status == 0
+        if not whole:
+            for choice in self.choices:
+                choice.held.clear()
+            if self.kind == "sse":
+                self._send(self.renderer.error(error) + self.renderer.done())
+                self.reply.end()
+            else:
+                self.reply.abort()  # text and tokens cannot say "error": the stream must not look complete
+        self.move(Input.ANSWER)
+        return whole
+
+    def cancel(self, reason: str) -> None:
+        """The client no longer wants it."""
+        if self.can(Input.CANCEL):
+            self.end = reason
+            self.move(Input.CANCEL)
+
+    @property
+    def finished(self) -> bool:
+        """May be settled: no slot is out, and no byte that could still be delivered."""
+        if self.state not in (State.ANSWERED, State.CANCELLED) or not all(c.released for c in self.choices):
+            return False
+        return self.state is State.CANCELLED or self.reply.buffered == 0
+
+    def usage(self) -> Usage:
+        """Exact counts as of now. emitted of a running choice is what it has computed."""
+        self._settle_marks()
+        emitted = [c.emitted if c.ended else c.computed for c in self.choices]
+        delivered = [min(c.delivered + c.row_delivered, e) for c, e in zip(self.choices, emitted, strict=True)]
+        return Usage(
+            prompt=len(self.prompt_ids), cached=self.cached, computed=sum(c.computed for c in self.choices),
+            emitted=sum(emitted), delivered=sum(delivered),
+        )  # fmt: skip
+
+    def log_fields(self) -> dict[str, Any]:
+        usage = self.usage()
+        return {
+            "id": self.renderer.id, "status": self.status, "end": self.end, "prompt": usage.prompt, "cached": usage.cached,
+            "computed": usage.computed, "emitted": usage.emitted, "delivered": usage.delivered,
+        }  # fmt: skip

@@ -1,0 +1,331 @@
+"""DATA frames as numpy rows: a step of all streams of a connection is one gather and one write.
+
+Every running slot that needs no text processing owns a *row*: a complete HTTP/2 DATA frame (or HTTP/1.1 chunk)
+whose JSON text field has a fixed width, because JSON allows spaces after the closing quote. Frame header, prefix and
+tail are written once, when the slot joins; a step gathers the rows of its slots and fills in the text fields:
+
+    out = rows[slots]; out["text"] = fragments[tokens]
+
+Rules:
+1. `push` never hands out a live view: `out` is a fresh array, so the transport may keep it for as long as it likes.
+2. A record is written as a row only if all records of its slot in this batch can be; else all of them are returned
+   to the caller, so that the tokens of a stream keep their order.
+3. While a stream is on rows its flow-control window lives here (`window`), and is written back to the wire core
+   before the core looks at it (`before_window_frame`, `release`). The connection's window is always the core's.
+4. n choices of one request share one stream, so one window cell.
+5. Joining and leaving touch one row: O(1).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int32]
+
+_H2_HEAD: Final = struct.Struct(">HBBBL")
+OFF: Final = -1
+
+
+class RowCore(Protocol):
+    """What rows need of a wire core."""
+
+    rows: Any
+    #: "2" frames rows as DATA, "1.1" as chunks
+    version: str
+
+    @property
+    def connection_window(self) -> int:
+        """Bytes of DATA that the connection may send now; 0 while the transport is backed up."""
+        ...
+
+    def stream_window(self, stream_id: int) -> int: ...
+    def spend(self, stream_id: int, n: int) -> None: ...
+    def spend_connection(self, n: int) -> None: ...
+    def append_raw(self, data: Any) -> None: ...
+
+
+class RowReply(Protocol):
+    alive: bool
+    buffered: int
+    stream_id: int
+    core: Any
+
+
+class _Format:
+    """Rows of one shape: all have the same header, prefix, text and tail widths. Memory: max_slots x width."""
+
+    __slots__ = ("dtype", "prefix_width", "rows", "tail_width", "width")
+
+    def __init__(self, max_slots: int, head: int, prefix: int, text: int, tail: int) -> None:
+        self.dtype = np.dtype([("head", f"V{head + prefix}"), ("text", f"V{text}"), ("tail", f"V{tail}")])
+        self.width = self.dtype.itemsize
+        # One page-aligned, shareable segment: it can be pinned, and the device could fill in the text fields.
+        segment = mmap.mmap(-1, max_slots * self.width)
+        self.rows = np.frombuffer(segment, dtype=self.dtype)
+
+
+class _Lane:
+    """A connection that has slots on rows."""
+
+    __slots__ = ("cells", "core", "members")
+
+    def __init__(self, core: RowCore) -> None:
+        self.core = core
+        self.members: dict[int, list[int]] = {}  # stream id -> its slots that are on rows
+        self.cells: dict[int, int] = {}  # stream id -> window cell
+
+
+class RowTable:
+    """The rows of all connections. Used from the loop's thread only.
+
+    max_slots: size of the slot table. Arrays are indexed by slot: lane (int32, OFF when not on rows), cell (int32, the
+    slot that holds the stream's window), form (int32 format number), stream (int64 HTTP/2 stream id); `window` (int64 bytes) is indexed by cell;
+    `delivered` (int64 tokens) counts what was handed to the transport within the windows.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        self.max_slots = max_slots
+        self.lane: IntArray = np.full(max_slots, OFF, np.int32)
+        self.cell: IntArray = np.arange(max_slots, dtype=np.int32)
+        self.form: IntArray = np.zeros(max_slots, np.int32)
+        self.stream: npt.NDArray[np.int64] = np.zeros(max_slots, np.int64)
+        self.window: npt.NDArray[np.int64] = np.zeros(max_slots, np.int64)
+        self.delivered: npt.NDArray[np.int64] = np.zeros(max_slots, np.int64)
+        self._widths: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._mark: BoolArray = np.zeros(max_slots, np.bool_)
+        self._stamp: IntArray = np.zeros(max_slots, np.int32)
+        self._formats: list[_Format] = []
+        self._format_numbers: dict[tuple[int, int, int, int], int] = {}
+        self._lanes: list[_Lane | None] = []
+        self._free_lanes: list[int] = []
+        self._lane_of: dict[int, int] = {}  # id(core) -> lane number
+
+    # Joining and leaving
+
+    def join(self, slot: int, reply: RowReply, prefix: bytes, tail: bytes, text_width: int) -> bool:
+        """Put a slot on rows. False (and nothing happens) if its stream cannot take any now.
+
+        The slot must not be on rows. The response's head must have been sent and nothing may be buffered.
+        """
+        if not reply.alive or reply.buffered:
+            return False
+        core: RowCore = reply.core
+        number = self._lane_number(core)
+        lane = self._lanes[number]
+        assert lane is not None
+        stream_id = reply.stream_id
+        members = lane.members.get(stream_id)
+        if members is None:
+            lane.members[stream_id] = [slot]
+            lane.cells[stream_id] = slot
+            self.cell[slot] = slot
+            self.window[slot] = core.stream_window(stream_id)
+        else:
+            members.append(slot)
+            self.cell[slot] = lane.cells[stream_id]
+        self.form[slot] = self._fill(slot, core.version, stream_id, prefix, tail, text_width)
+        self.stream[slot] = stream_id
+        self.lane[slot] = number
+        return True
+
+    def leave(self, slot: int, *, dead: bool = False) -> None:
+        """Take a slot off rows; its stream's window goes back to the core with the last one, unless the stream is dead."""
+        number = int(self.lane[slot])
+        if number == OFF:
+            return
+        self.lane[slot] = OFF
+        lane = self._lanes[number]
+        assert lane is not None
+        stream_id = int(self.stream[slot])
+        members = lane.members[stream_id]
+        members.remove(slot)
+        if members:
+            return
+        if not dead:
+            self._write_back(lane, stream_id)
+        del lane.members[stream_id], lane.cells[stream_id]
+        if not lane.members:
+            self._drop_lane(number, lane)
+
+    def release(self, reply: RowReply) -> None:
+        """Take all slots of a stream off rows, before the core itself sends on it."""
+        number = self._lane_of.get(id(reply.core))
+        if number is None:
+            return
+        lane = self._lanes[number]
+        assert lane is not None
+        members = lane.members.pop(reply.stream_id, None)
+        if members is None:
+            return
+        for slot in members:
+            self.lane[slot] = OFF
+        self._write_back(lane, reply.stream_id)
+        del lane.cells[reply.stream_id]
+        if not lane.members:
+            self._drop_lane(number, lane)
+
+    def __contains__(self, slot: int) -> bool:
+        return bool(self.lane[slot] != OFF)
+
+    # Windows: what the core calls around WINDOW_UPDATE and SETTINGS frames (stream 0 is all)
+
+    def before_window_frame(self, core: RowCore, stream_id: int) -> None:
+        for lane, sid in self._affected(core, stream_id):
+            self._write_back(lane, sid)
+
+    def after_window_frame(self, core: RowCore, stream_id: int) -> None:
+        for lane, sid in self._affected(core, stream_id):
+            self.window[lane.cells[sid]] = core.stream_window(sid)
+
+    def _affected(self, core: RowCore, stream_id: int) -> list[tuple[_Lane, int]]:
+        number = self._lane_of.get(id(core))
+        if number is None:
+            return []
+        lane = self._lanes[number]
+        assert lane is not None
+        if stream_id == 0:
+            return [(lane, sid) for sid in lane.cells]
+        return [(lane, stream_id)] if stream_id in lane.cells else []
+
+    def _write_back(self, lane: _Lane, stream_id: int) -> None:
+        spent = lane.core.stream_window(stream_id) - int(self.window[lane.cells[stream_id]])
+        if spent:
+            lane.core.spend(stream_id, spent)
+
+    # The step
+
+    def push(self, slots: IntArray, fields: npt.NDArray[np.void], ok: BoolArray) -> BoolArray:
+        """Write one row per record, in order. All arrays have the batch's length.
+
+        fields: V{text width}: the text of each record. ok: records that may be rows at all (their token is fast);
+        it is changed in place. Returns `ok`: True where the row was appended to its connection's output; the caller
+        sends the others its own way, after which their slots are no longer on rows.
+        """
+        lanes = self.lane[slots]
+        ok &= lanes != OFF
+        if not ok.all():
+            self._whole_slots(slots, ok)
+        if not ok.any():
+            return ok
+        every = bool(ok.all())
+        chosen = slots if every else slots[ok]
+        if not every:
+            lanes, fields = lanes[ok], fields[ok]
+        forms = self.form[chosen]
+        fits = self._windows(chosen, self._widths[forms])
+        if not fits.all():
+            ok[np.flatnonzero(ok)[~fits]] = False
+            chosen, lanes, forms, fields = chosen[fits], lanes[fits], forms[fits], fields[fits]
+        self._write(slots, chosen, lanes, forms, fields, ok)
+        return ok
+
+    def _whole_slots(self, slots: IntArray, ok: BoolArray) -> None:
+        """Rule 2: one bad record takes all records of its slot with it."""
+        bad = slots[~ok]
+        self._mark[bad] = True
+        ok &= ~self._mark[slots]
+        self._mark[bad] = False
+
+    def _windows(self, slots: IntArray, widths: npt.NDArray[np.int64]) -> BoolArray:
+        """True where the stream's window takes all its records of this batch."""
+        cells = self.cell[slots]
+        if self._unique(cells):
+            return np.asarray(self.window[cells] >= widths)
+        need = np.bincount(cells, weights=widths, minlength=self.max_slots)
+        return np.asarray(self.window[cells] >= need[cells])
+
+    def _unique(self, cells: IntArray) -> bool:
+        numbers = np.arange(len(cells), dtype=np.int32)
+        self._stamp[cells] = numbers
+        return bool((self._stamp[cells] == numbers).all())
+
+    def _write(
+        self, slots: IntArray, chosen: IntArray, lanes: IntArray, forms: IntArray, fields: npt.NDArray[np.void], ok: BoolArray
+    ) -> None:
+        """One gather per connection and format. A connection without room gives its records back."""
+        keys = lanes * 256 + forms
+        if len(keys) and (keys[0] == keys).all():
+            groups = [slice(0, len(keys))]
+        else:
+            order = np.argsort(keys, kind="stable")
+            chosen, keys, fields = chosen[order], keys[order], fields[order]
+            edges = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+            bounds = [0, *edges.tolist(), len(keys)]
+            groups = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+        for group in groups:
+            lane = self._lanes[int(keys[group.start]) >> 8]
+            form = self._formats[int(keys[group.start]) & 255]
+            assert lane is not None
+            members = chosen[group]
+            need = len(members) * form.width
+            if lane.core.connection_window < need:
+                self._mark[members] = True
+                ok &= ~self._mark[slots]
+                self._mark[members] = False
+                continue
+            out = form.rows[members]
+            out["text"] = fields[group]
+            lane.core.append_raw(out.view(np.uint8).data)
+            lane.core.spend_connection(need)
+            self._count(members, form.width)
+
+    def _count(self, members: IntArray, width: int) -> None:
+        cells = self.cell[members]
+        if self._unique(cells):
+            self.window[cells] -= width
+            self.delivered[members] += 1
+        else:
+            np.subtract.at(self.window, cells, width)
+            np.add.at(self.delivered, members, 1)
+
+    # Formats and lanes
+
+    def _fill(self, slot: int, version: str, stream_id: int, prefix: bytes, tail: bytes, text_width: int) -> int:
+        payload = len(prefix) + text_width + len(tail)
+        if version == "2":
+            head = _H2_HEAD.pack(payload >> 8, payload & 255, 0, 0, stream_id)
+        else:
+            head, tail = b"%x\r\n" % payload, tail + b"\r\n"
+        key = (len(head), len(prefix), text_width, len(tail))
+        number = self._format_numbers.get(key)
+        if number is None:
+            number = self._new_format(key)
+        row = self._formats[number].rows
+        row["head"][slot] = np.void(head + prefix)
+        row["tail"][slot] = np.void(tail)
+        return number
+
+    def _new_format(self, key: tuple[int, int, int, int]) -> int:
+        if len(self._formats) == 256:
+            raise RuntimeError("more than 256 row formats")
+        self._formats.append(_Format(self.max_slots, *key))
+        self._widths = np.array([f.width for f in self._formats], np.int64)
+        # HTTP/1.1 has no windows; its cells hold a number that no response reaches.
+        self._format_numbers[key] = len(self._formats) - 1
+        return len(self._formats) - 1
+
+    def _lane_number(self, core: RowCore) -> int:
+        number = self._lane_of.get(id(core))
+        if number is not None:
+            return number
+        core.rows = self
+        lane = _Lane(core)
+        if self._free_lanes:
+            number = self._free_lanes.pop()
+            self._lanes[number] = lane
+        else:
+            number = len(self._lanes)
+            self._lanes.append(lane)
+        self._lane_of[id(core)] = number
+        return number
+
+    def _drop_lane(self, number: int, lane: _Lane) -> None:
+        del self._lane_of[id(lane.core)]
+        self._lanes[number] = None
+        self._free_lanes.append(number)

@@ -1,0 +1,51 @@
+"""The slot table: which generation runs where. A slot is reused only after the engine has said it is done with it."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from evap.messages import Int32
+
+Owner = TypeVar("Owner")
+
+GENERATIONS = 1 << 16
+
+
+class SlotTable(Generic[Owner]):
+    """Slots 0..size-1 with a generation number each, which makes late records of an earlier user harmless.
+
+    A freed slot goes to the end of the queue, so that its generation numbers wrap as late as possible: a stale record
+    could be mistaken only after 65,536 uses of one slot.
+    """
+
+    def __init__(self, size: int) -> None:
+        if not 0 < size <= 1 << 16:
+            raise ValueError("a slot is a 16-bit number")
+        self.size = size
+        #: int32, shape (size,): the generation of the slot's present (or next) user
+        self.generation: Int32 = np.zeros(size, np.int32)
+        self.owner: list[Owner | None] = [None] * size
+        self._free = dict.fromkeys(range(size))  # ordered, O(1) at both ends
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, owner: Owner) -> tuple[int, int]:
+        """(slot, generation). Raises IndexError when none is free; ask `free` first."""
+        if not self._free:
+            raise IndexError("no slot is free")
+        slot = next(iter(self._free))
+        del self._free[slot]
+        self.owner[slot] = owner
+        return slot, int(self.generation[slot])
+
+    def give_back(self, slot: int) -> None:
+        """The engine has confirmed the end of this slot's generation."""
+        if self.owner[slot] is None:
+            raise ValueError(f"slot {slot} is already free")
+        self.owner[slot] = None
+        self.generation[slot] = (int(self.generation[slot]) + 1) % GENERATIONS
+        self._free[slot] = None

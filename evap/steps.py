@@ -1,0 +1,276 @@
+"""From an engine step to bytes: rows first, then the slow path, then what has ended, then one write per connection.
+
+Per token there is numpy only. Python runs per token on the slow path: a token without a fast fragment, stop strings,
+logprobs, a reader that is behind, whole answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from evap.engine.interface import Text
+from evap.exchange import ChoiceRun, Exchange, Input, State
+from evap.messages import FINISH_MASK, HAS_LOGPROBS, META, NO_TOKEN, SILENT, Finish, TokenBatch, TokenLogprobs
+from evap.protocol.rows import RowTable
+from evap.slots import SlotTable
+
+BoolArray = npt.NDArray[np.bool_]
+NOT_A_ROW: Final = NO_TOKEN | SILENT | META | HAS_LOGPROBS
+
+
+class Steps:
+    """The slot table's running choices, fed by token batches.
+
+    cancel: tells the engine to stop a (slot, generation). flush: writes what every connection has to write, now.
+    settled: called once per exchange, at its end.
+    """
+
+    def __init__(
+        self,
+        *,
+        text: Text,
+        rows: RowTable,
+        cancel: Callable[[int, int], None],
+        flush: Callable[[], None],
+        now_ns: Callable[[], int],
+        settled: Callable[[Exchange], None],
+    ) -> None:
+        self.slots: SlotTable[ChoiceRun] = SlotTable(rows.max_slots)
+        self.rows = rows
+        self._cancel = cancel
+        self._flush = flush
+        self._now_ns = now_ns
+        self._settled = settled
+        self._text = text
+        #: int32: tokens the engine has computed, by slot
+        self._computed = np.zeros(rows.max_slots, np.int32)
+        #: which slots take token ids instead of text
+        self._raw: BoolArray = np.zeros(rows.max_slots, np.bool_)
+        self._raw_count = 0
+        self._to_rows: dict[ChoiceRun, None] = {}
+        self._ended: dict[Exchange, None] = {}
+        self._fields: npt.NDArray[np.void] = np.zeros(0, "V1")
+        self._fast: BoolArray = np.zeros(0, np.bool_)
+        self._ids: npt.NDArray[np.void] = np.zeros(0, "V4")
+        self.width = text.fragments.width if text.fragments is not None else 0
+        self.grow(text.vocab_size)
+
+    def grow(self, vocab_size: int) -> None:
+        """Engines pad their vocabulary; ids beyond the tokenizer's are never fast, and never out of a table."""
+        size = max(vocab_size, self._text.vocab_size)
+        fragments = self._text.fragments
+        self._fields = np.zeros(size, f"V{max(self.width, 1)}")
+        self._fast = np.zeros(size, np.bool_)
+        if fragments is not None:
+            self._fields[: len(fragments.text)] = fragments.text
+            self._fast[: len(fragments.fast)] = fragments.fast
+        self._ids = np.arange(size, dtype="<u4").view("V4")
+
+    # Choices come and go
+
+    def add(self, exchange: Exchange, index: int) -> ChoiceRun:
+        """Give a choice its slot. Raises IndexError when there is none; admission asks first."""
+        choice = ChoiceRun(exchange, index)
+        choice.slot, choice.generation = self.slots.take(choice)
+        self._computed[choice.slot] = 0
+        self.rows.delivered[choice.slot] = 0
+        if exchange.kind == "tokens":
+            self._raw[choice.slot] = True
+            self._raw_count += 1
+        return choice
+
+    def want_rows(self, choice: ChoiceRun) -> None:
+        """Put the choice on rows before the next step, if its stream has nothing buffered by then."""
+        if choice.row is not None:
+            self._to_rows[choice] = None
+
+    def cancel(self, exchange: Exchange, reason: str) -> None:
+        """The client no longer wants it: the engine hears at once."""
+        for choice in exchange.choices:
+            if not choice.released:
+                self._sync(choice)
+                self.rows.leave(choice.slot, dead=True)
+                self._cancel(choice.slot, choice.generation)
+        exchange.cancel(reason)
+        self._ended[exchange] = None
+
+    def abandon(self, exchange: Exchange) -> None:
+        """The answer is complete or failed: whatever the engine still does for it is to stop."""
+        for choice in exchange.choices:
+            if not choice.released:
+                self._sync(choice)
+                self.rows.leave(choice.slot)
+                self._cancel(choice.slot, choice.generation)
+        self._ended[exchange] = None
+
+    def counts(self, exchange: Exchange) -> None:
+        """Bring a running exchange's counts up to date."""
+        for choice in exchange.choices:
+            self._sync(choice)
+
+    def _sync(self, choice: ChoiceRun) -> None:
+        if not choice.released:
+            choice.computed = int(self._computed[choice.slot])
+            choice.row_delivered = int(self.rows.delivered[choice.slot])
+
+    def _release(self, choice: ChoiceRun) -> None:
+        """The engine has confirmed the end: the slot may be used again."""
+        choice.released = True
+        if self._raw[choice.slot]:
+            self._raw[choice.slot] = False
+            self._raw_count -= 1
+        self.slots.give_back(choice.slot)
+        self._to_rows.pop(choice, None)
+        exchange = choice.exchange
+        if exchange.state is not State.RUNNING:
+            self._ended[exchange] = None
+
+    # A step
+
+    def on_batch(self, batch: TokenBatch) -> None:
+        """Records of one engine step, or several."""
+        if self._to_rows:
+            self._join_rows()
+        fresh = self.slots.generation[batch.slot] == batch.generation
+        if not fresh.all():
+            batch = _select(batch, fresh)
+        if batch.flags.any():
+            self._flagged(batch)
+        else:
+            self._first(batch)
+            self._computed[batch.slot] = batch.index + 1
+            self._plain(batch.slot, batch.token)
+        self._flush()
+        if self._ended:
+            self.settle_ended()
+
+    def _join_rows(self) -> None:
+        for choice in list(self._to_rows):
+            detokenizer = choice.detokenizer
+            if choice.ended or choice.released or choice.exchange.state is not State.RUNNING:
+                del self._to_rows[choice]
+            elif detokenizer is not None and detokenizer.holding:
+                del self._to_rows[choice]  # its next slow token brings it back
+            elif choice.slot in self.rows:
+                del self._to_rows[choice]
+            elif choice.row is not None and self._join(choice, choice.row):
+                del self._to_rows[choice]
+
+    def _join(self, choice: ChoiceRun, row: tuple[bytes, bytes]) -> bool:
+        width = 4 if self._raw[choice.slot] else self.width
+        return self.rows.join(choice.slot, choice.exchange.reply, *row, width)
+
+    def _first(self, batch: TokenBatch) -> None:
+        """Note when first tokens came."""
+        first = np.flatnonzero(batch.index == 0)
+        if len(first):
+            now = self._now_ns()
+            for slot in batch.slot[first].tolist():
+                choice = self.slots.owner[slot]
+                if choice is not None and not choice.exchange.first_ns:
+                    choice.exchange.first_ns = now
+
+    def _plain(self, slots: Any, tokens: Any) -> None:
+        """Records that are a token and nothing else."""
+        if not self._raw_count:
+            written = self.rows.push(slots, self._fields[tokens], self._fast[tokens])
+        else:
+            raw = self._raw[slots]
+            written = np.zeros(len(slots), np.bool_)
+            written[raw] = self.rows.push(slots[raw], self._ids[tokens[raw]], np.ones(int(raw.sum()), np.bool_))
+            text = ~raw
+            written[text] = self.rows.push(slots[text], self._fields[tokens[text]], self._fast[tokens[text]])
+        if not written.all():
+            slow = ~written
+            self._slow(slots[slow].tolist(), tokens[slow].tolist())
+
+    def _slow(
+        self, slots: Sequence[int], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
+    ) -> None:
+        """One call per choice with all its tokens of the step, in order."""
+        runs: dict[int, list[int]] = {}
+        for number, slot in enumerate(slots):
+            run = runs.get(slot)
+            if run is None:
+                runs[slot] = [number]
+            else:
+                run.append(number)
+        for slot, numbers in runs.items():
+            choice = self.slots.owner[slot]
+            if choice is None:
+                continue
+            self._sync(choice)
+            entries = [logprobs[i] for i in numbers] if logprobs is not None else None
+            choice.exchange.take(choice, [tokens[i] for i in numbers], entries)
+            if choice.ended:
+                self._after_end(choice)
+            elif choice.row is not None:
+                self._to_rows[choice] = None
+
+    def _flagged(self, batch: TokenBatch) -> None:
+        flags = batch.flags
+        for i in np.flatnonzero(flags & META).tolist():
+            choice = self.slots.owner[int(batch.slot[i])]
+            if choice is not None:
+                choice.exchange.cached = max(choice.exchange.cached, int(batch.token[i]))
+        counted = (flags & NO_TOKEN) == 0
+        if counted.any():
+            tokens = _select(batch, counted)
+            self._first(tokens)
+            self._computed[tokens.slot] = tokens.index + 1
+        plain = (flags & NOT_A_ROW) == 0
+        if plain.any():
+            self._plain(batch.slot[plain], batch.token[plain])
+        special = np.flatnonzero((flags & (NO_TOKEN | SILENT | HAS_LOGPROBS)) == HAS_LOGPROBS)
+        if len(special):
+            entries = [batch.logprobs[i] for i in special.tolist()]
+            self._slow(batch.slot[special].tolist(), batch.token[special].tolist(), entries)
+        for i in np.flatnonzero(flags & FINISH_MASK).tolist():
+            last = None if flags[i] & NO_TOKEN else int(batch.token[i])
+            self._final(int(batch.slot[i]), Finish(int(flags[i] & FINISH_MASK)), last)
+
+    def _final(self, slot: int, finish: Finish, last_token: int | None) -> None:
+        choice = self.slots.owner[slot]
+        if choice is None:
+            return
+        self._sync(choice)
+        self.rows.leave(slot)
+        exchange = choice.exchange
+        running = exchange.state is State.RUNNING
+        exchange.finish(choice, finish, last_token)
+        self._release(choice)
+        if running and exchange.state is not State.RUNNING:
+            self.abandon(exchange)
+
+    def _after_end(self, choice: ChoiceRun) -> None:
+        """A choice has its finish_reason (or the whole exchange failed): stop what still runs for it."""
+        exchange = choice.exchange
+        if exchange.state is not State.RUNNING:
+            self.abandon(exchange)
+        elif not choice.released:
+            self.rows.leave(choice.slot)
+            self._cancel(choice.slot, choice.generation)
+
+    # Settling
+
+    def settle_ended(self) -> None:
+        """Settle what has ended and whose bytes are gone. Cheap; called after every flush that may have ended one."""
+        for exchange in list(self._ended):
+            if exchange.finished:
+                del self._ended[exchange]
+                exchange.move(Input.SETTLE)
+                self._settled(exchange)
+
+
+def _select(batch: TokenBatch, mask: BoolArray) -> TokenBatch:
+    logprobs = batch.logprobs
+    if logprobs:
+        numbers = {int(old): new for new, old in enumerate(np.flatnonzero(mask))}
+        logprobs = {numbers[i]: entry for i, entry in logprobs.items() if i in numbers}
+    return TokenBatch(
+        batch.slot[mask], batch.generation[mask], batch.token[mask], batch.index[mask], batch.flags[mask], batch.step, logprobs
+    )
