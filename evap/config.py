@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def opt(default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None) -> Any:
+def opt(
+    default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None
+) -> Any:
     """A dataclass field that is an option. `low`/`high` are inclusive bounds, checked when the option is read."""
     meta = {"help": help, "choices": choices, "low": low, "high": high}
     if isinstance(default, (list, dict)):
@@ -37,21 +39,33 @@ class ProtocolConfig:
     """Limits and deadlines of the wire. Every one has a test."""
 
     max_body_bytes: int = opt(64 << 20, "largest request body (413 beyond)", low=1)
-    max_concurrent_streams: int = opt(256, "streams a client may have open on one HTTP/2 connection", low=1, high=100_000)
-    stream_window_bytes: int = opt(1 << 20, "HTTP/2 flow-control window for a request body", low=65_535, high=(1 << 31) - 1)
-    connection_window_bytes: int = opt(16 << 20, "HTTP/2 flow-control window for all bodies of a connection", low=65_535, high=(1 << 31) - 1)
+    max_concurrent_streams: int = opt(
+        256, "streams a client may have open on one HTTP/2 connection", low=1, high=100_000
+    )
+    stream_window_bytes: int = opt(
+        1 << 20, "HTTP/2 flow-control window for a request body", low=65_535, high=(1 << 31) - 1
+    )
+    connection_window_bytes: int = opt(
+        16 << 20, "HTTP/2 flow-control window for all bodies of a connection", low=65_535, high=(1 << 31) - 1
+    )
     max_header_list_bytes: int = opt(32 << 10, "largest header list, as RFC 9113 counts it (431 beyond)", low=1024)
     max_headers: int = opt(100, "most header fields in a request (431 beyond)", low=8)
     max_connections: int = opt(10_000, "most open connections", low=1)
-    max_buffered_body_bytes: int = opt(1 << 30, "request bytes held by all connections together (503 beyond)", low=1 << 20)
+    max_buffered_body_bytes: int = opt(
+        1 << 30, "request bytes held by all connections together (503 beyond)", low=1 << 20
+    )
     stream_buffer_bytes: int = opt(64 << 10, "unread bytes held for a slow reader before its tokens coalesce", low=1024)
     stall_timeout_s: float = opt(30.0, "seconds a reader may take no byte before its stream is cancelled", low=0.05)
-    preface_timeout_s: float = opt(10.0, "seconds for the first request line, or the HTTP/2 preface and SETTINGS", low=0.05)
+    preface_timeout_s: float = opt(
+        10.0, "seconds for the first request line, or the HTTP/2 preface and SETTINGS", low=0.05
+    )
     settings_timeout_s: float = opt(10.0, "seconds for the acknowledgement of our SETTINGS", low=0.05)
     header_timeout_s: float = opt(10.0, "seconds for a request's complete head", low=0.05)
     body_timeout_s: float = opt(60.0, "seconds without a byte of an unfinished request body (408)", low=0.05)
     idle_timeout_s: float = opt(300.0, "seconds a connection without requests stays open", low=0.05)
-    keepalive_comment_s: float = opt(15.0, "seconds of silence after which a stream gets an SSE comment; 0 never", low=0)
+    keepalive_comment_s: float = opt(
+        15.0, "seconds of silence after which a stream gets an SSE comment; 0 never", low=0
+    )
     reset_burst: int = opt(100, "resets (by client or provoked) a connection may make at once", low=1)
     reset_per_s: float = opt(20.0, "resets a connection may make per second", low=0.1)
     control_burst: int = opt(1000, "PING, SETTINGS, PRIORITY, unknown frames at once", low=10)
@@ -74,7 +88,26 @@ class EngineConfig:
     kv_cache_mb: int = opt(0, "memory for the KV cache of the torch engine; 0: chosen from what is free", low=0)
     prefill_chunk: int = opt(512, "most prompt tokens per step of the torch engine", low=16)
     threads: int = opt(0, "CPU threads of the torch engine; 0: all cores", low=0)
-    rope_scaling: str = opt("", "JSON that overrides the model's RoPE scaling, e.g. '{\"rope_type\":\"dynamic\",\"factor\":4}'")
+    rope_scaling: str = opt(
+        "", 'JSON that overrides the model\'s RoPE scaling, e.g. \'{"rope_type":"dynamic","factor":4}\''
+    )
+    replicas: int = opt(1, "engines on this node (vllm); each takes its own GPUs", low=1, high=64)
+    vllm_arg: tuple[str, ...] = opt(
+        (), "key=value: any of vLLM's EngineArgs; may be repeated; 'help' or 'help:key' explains them"
+    )
+    vllm_seam: str = opt(
+        "core", "where evap takes tokens from vLLM: its engine core's client, or AsyncLLM", choices=("core", "async-llm")
+    )
+    token_path: str = opt(
+        "core", "how tokens come out of vLLM's engine core: its messages, or a shared ring", choices=("core", "scheduler")
+    )
+    tensor_parallel_size: int = opt(1, "GPUs that share one replica's model (vllm)", low=1, high=1024)
+    max_num_seqs: int = opt(0, "generations that run at once in vLLM; 0: the same as --max-running", low=0, high=4096)
+    gpu_memory_utilization: float = opt(0.9, "share of a device's memory that vLLM may take", low=0.01, high=1.0)
+    quantization: str = opt("", "quantization method of the weights (vllm), e.g. awq or fp8; empty: the model's own")
+    kv_cache_dtype: str = opt("auto", "data type of vLLM's KV cache, e.g. fp8")
+    enforce_eager: bool = opt(False, "no CUDA graphs and no compilation in vLLM: it starts faster and runs slower")
+    lora: tuple[str, ...] = opt((), "name=path of a LoRA adapter (vllm); clients ask for it as a model; may be repeated")
     token_cache_mb: int = opt(64, "memory for token ids of conversations seen before; 0 switches it off", low=0)
     synthetic_ttft_ms: float = opt(0.0, "synthetic engine: time to the first token", low=0)
     synthetic_step_ms: float = opt(10.0, "synthetic engine: time between tokens; 0: as fast as it goes", low=0)

@@ -59,7 +59,9 @@ class Shell:
 class Dispatch:
     """All exchanges of a process."""
 
-    def __init__(self, config: Config, *, text: Text, replica: Replica, rows: RowTable, model: str, shell: Shell) -> None:
+    def __init__(
+        self, config: Config, *, text: Text, replica: Replica, rows: RowTable, model: str, shell: Shell
+    ) -> None:
         self.text = text
         self.replica = replica
         self.model = model
@@ -83,7 +85,11 @@ class Dispatch:
             raise NotFound(f"the model '{echo(request.model)}' does not exist", param="model", code="model_not_found")
         self._admit(request.n)
         renderer = dialect.renderer(
-            request, kind=kind, id_suffix=secrets.token_urlsafe(18), model=self.model, created_s=int(self._shell.wall_s())
+            request,
+            kind=kind,
+            id_suffix=secrets.token_urlsafe(18),
+            model=self.model,
+            created_s=int(self._shell.wall_s()),
         )
         exchange = Exchange(
             reply=reply, request=request, renderer=renderer, text=self.text, headers=headers,
@@ -171,7 +177,8 @@ class Dispatch:
         if room < 1 or (max_tokens is not None and max_tokens > room):
             wanted = f"{prompt} in the prompt" + (f" and {max_tokens} to generate" if max_tokens is not None else "")
             raise ContextOverflow(
-                f"the model's context is {context} tokens, but the request asks for {prompt + (max_tokens or 1)} ({wanted})",
+                f"the model's context is {context} tokens, but the request asks for "
+                f"{prompt + (max_tokens or 1)} ({wanted})",
                 param="max_tokens" if max_tokens is not None and room >= 1 else "messages",
             )
         return msgspec.structs.replace(sampling, max_tokens=max_tokens if max_tokens is not None else room)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from evap.choice import ChoiceRun
 from evap.engine.interface import Detokenizer, Text
 from evap.errors import EngineFailed, EvapError
 from evap.messages import (
@@ -60,39 +61,6 @@ NO_STORE: Final = (b"cache-control", b"no-store")
 FINISH_REASONS: Final = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
-class ChoiceRun:
-    """One choice: a slot in the engine and the text that came of it."""
-
-    __slots__ = (
-        "computed", "delivered", "detokenizer", "emitted", "ended", "exchange", "generation", "held", "held_logprobs",
-        "ids", "index", "logprobs", "marked", "parts", "reason", "released", "row", "row_delivered", "slot",
-        "stop_reason", "unmarked",
-    )  # fmt: skip
-
-    def __init__(self, exchange: Exchange, index: int) -> None:
-        self.exchange = exchange
-        self.index = index
-        self.slot = -1
-        self.generation = 0
-        self.detokenizer: Detokenizer | None = None
-        self.ids: list[int] = []  # whole answers: tokens not yet turned into text
-        self.parts: list[str] = []  # whole answers: text
-        self.logprobs: list[LogprobText] = []
-        self.held: list[str] = []  # slow readers: text to be coalesced
-        self.held_logprobs: list[LogprobText] = []
-        self.row: tuple[bytes, bytes] | None = None  #: constant parts of its rows; None: this choice takes none
-        self.computed = 0
-        self.emitted = 0
-        self.unmarked = 0  #: tokens taken whose text has not been given to the reply
-        self.marked = 0  #: tokens whose text has
-        self.delivered = 0  #: of those, taken by the transport
-        self.row_delivered = 0  #: tokens that went out as rows
-        self.reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.ended = False  #: the answer has its finish_reason
-        self.released = False  #: the engine has confirmed the end
-
-
 class Exchange:
     """One request and its response."""
 
@@ -125,7 +93,9 @@ class Exchange:
         self._text = text
         self._buffer = stream_buffer
         self._queued = 0  # body bytes given to the reply
-        self._marks: deque[tuple[int, ChoiceRun, int]] = deque()  # (queued bytes, choice, tokens) not yet known delivered
+        self._marks: deque[tuple[int, ChoiceRun, int]] = (
+            deque()
+        )  # (queued bytes, choice, tokens) not yet known delivered
         plain = not request.stop and request.sampling.logprobs is None and not request.echo
         #: tokens may be turned into text in any portion size, at any time
         self.plain_text = plain
@@ -179,7 +149,9 @@ class Exchange:
                 self._send_ids(choice)
             return
         detokenizer = choice.detokenizer or self._detokenizer(choice)
-        texts = [self._logprob_text(i, lp) for i, lp in zip(ids, logprobs, strict=True)] if logprobs is not None else None
+        texts = (
+            [self._logprob_text(i, lp) for i, lp in zip(ids, logprobs, strict=True)] if logprobs is not None else None
+        )
         text = detokenizer.push(ids)
         choice.unmarked += len(ids)
         if text or texts:
@@ -363,6 +335,6 @@ class Exchange:
     def log_fields(self) -> dict[str, Any]:
         usage = self.usage()
         return {
-            "id": self.renderer.id, "status": self.status, "end": self.end, "prompt": usage.prompt, "cached": usage.cached,
-            "computed": usage.computed, "emitted": usage.emitted, "delivered": usage.delivered,
+            "id": self.renderer.id, "status": self.status, "end": self.end,
+            "prompt": usage.prompt, "cached": usage.cached, "computed": usage.computed, "emitted": usage.emitted, "delivered": usage.delivered,
         }  # fmt: skip

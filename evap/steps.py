@@ -12,8 +12,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from evap.choice import ChoiceRun
 from evap.engine.interface import Text
-from evap.exchange import ChoiceRun, Exchange, Input, State
+from evap.exchange import Exchange, Input, State
 from evap.messages import FINISH_MASK, HAS_LOGPROBS, META, NO_TOKEN, SILENT, Finish, TokenBatch, TokenLogprobs
 from evap.protocol.rows import RowTable
 from evap.slots import SlotTable
@@ -155,9 +156,7 @@ class Steps:
                 del self._to_rows[choice]
             elif detokenizer is not None and detokenizer.holding:
                 del self._to_rows[choice]  # its next slow token brings it back
-            elif choice.slot in self.rows:
-                del self._to_rows[choice]
-            elif choice.row is not None and self._join(choice, choice.row):
+            elif choice.slot in self.rows or (choice.row is not None and self._join(choice, choice.row)):
                 del self._to_rows[choice]
 
     def _join(self, choice: ChoiceRun, row: tuple[bytes, bytes]) -> bool:
@@ -272,5 +271,11 @@ def _select(batch: TokenBatch, mask: BoolArray) -> TokenBatch:
         numbers = {int(old): new for new, old in enumerate(np.flatnonzero(mask))}
         logprobs = {numbers[i]: entry for i, entry in logprobs.items() if i in numbers}
     return TokenBatch(
-        batch.slot[mask], batch.generation[mask], batch.token[mask], batch.index[mask], batch.flags[mask], batch.step, logprobs
+        batch.slot[mask],
+        batch.generation[mask],
+        batch.token[mask],
+        batch.index[mask],
+        batch.flags[mask],
+        batch.step,
+        logprobs,
     )

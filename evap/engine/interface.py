@@ -114,12 +114,18 @@ class Text(Protocol):
         ...
 
     def detokenizer(
-        self, *, stop: tuple[str, ...] = (), include_stop: bool = False, skip_special: bool = True,
+        self,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
         prompt_ids: Sequence[int] = (),
     ) -> Detokenizer: ...
 
 
-def check_request(info: EngineInfo, eos_ids: frozenset[int], sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:
+def check_request(
+    info: EngineInfo, eos_ids: frozenset[int], sampling: SamplingParams, prompt_ids: Sequence[int]
+) -> None:
     """Refuse what could hurt an engine: ids out of range, an empty prompt. Raises InvalidRequest."""
     if not prompt_ids:
         raise InvalidRequest("the prompt is empty", param="prompt")

@@ -18,6 +18,7 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
 from typing import Any, Final, Protocol
@@ -58,13 +59,17 @@ class RowReply(Protocol):
 
 
 class _Format:
-    """Rows of one shape: all have the same header, prefix, text and tail widths. Memory: max_slots x width."""
+    """Rows of one shape: all have the same header, prefix, text and tail widths. Memory: max_slots x width.
 
-    __slots__ = ("dtype", "prefix_width", "rows", "tail_width", "width")
+    charge: bytes that flow control counts (RFC 9113 5.2: the payload of DATA, not the frame header).
+    """
+
+    __slots__ = ("charge", "dtype", "rows", "width")
 
     def __init__(self, max_slots: int, head: int, prefix: int, text: int, tail: int) -> None:
         self.dtype = np.dtype([("head", f"V{head + prefix}"), ("text", f"V{text}"), ("tail", f"V{tail}")])
         self.width = self.dtype.itemsize
+        self.charge = self.width - head
         # One page-aligned, shareable segment: it can be pinned, and the device could fill in the text fields.
         segment = mmap.mmap(-1, max_slots * self.width)
         self.rows = np.frombuffer(segment, dtype=self.dtype)
@@ -85,7 +90,8 @@ class RowTable:
     """The rows of all connections. Used from the loop's thread only.
 
     max_slots: size of the slot table. Arrays are indexed by slot: lane (int32, OFF when not on rows), cell (int32, the
-    slot that holds the stream's window), form (int32 format number), stream (int64 HTTP/2 stream id); `window` (int64 bytes) is indexed by cell;
+    slot that holds the stream's window), form (int32 format number), stream (int64 HTTP/2 stream id); `window` (int64
+    bytes) is indexed by cell;
     `delivered` (int64 tokens) counts what was handed to the transport within the windows.
     """
 
@@ -97,7 +103,7 @@ class RowTable:
         self.stream: npt.NDArray[np.int64] = np.zeros(max_slots, np.int64)
         self.window: npt.NDArray[np.int64] = np.zeros(max_slots, np.int64)
         self.delivered: npt.NDArray[np.int64] = np.zeros(max_slots, np.int64)
-        self._widths: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._charges: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._mark: BoolArray = np.zeros(max_slots, np.bool_)
         self._stamp: IntArray = np.zeros(max_slots, np.int32)
         self._formats: list[_Format] = []
@@ -135,7 +141,7 @@ class RowTable:
         return True
 
     def leave(self, slot: int, *, dead: bool = False) -> None:
-        """Take a slot off rows; its stream's window goes back to the core with the last one, unless the stream is dead."""
+        """Take a slot off rows. Its stream's window goes back to the core with the last one, unless the stream is dead."""
         number = int(self.lane[slot])
         if number == OFF:
             return
@@ -218,7 +224,7 @@ class RowTable:
         if not every:
             lanes, fields = lanes[ok], fields[ok]
         forms = self.form[chosen]
-        fits = self._windows(chosen, self._widths[forms])
+        fits = self._windows(chosen, self._charges[forms])
         if not fits.all():
             ok[np.flatnonzero(ok)[~fits]] = False
             chosen, lanes, forms, fields = chosen[fits], lanes[fits], forms[fits], fields[fits]
@@ -246,7 +252,13 @@ class RowTable:
         return bool((self._stamp[cells] == numbers).all())
 
     def _write(
-        self, slots: IntArray, chosen: IntArray, lanes: IntArray, forms: IntArray, fields: npt.NDArray[np.void], ok: BoolArray
+        self,
+        slots: IntArray,
+        chosen: IntArray,
+        lanes: IntArray,
+        forms: IntArray,
+        fields: npt.NDArray[np.void],
+        ok: BoolArray,
     ) -> None:
         """One gather per connection and format. A connection without room gives its records back."""
         keys = lanes * 256 + forms
@@ -257,13 +269,13 @@ class RowTable:
             chosen, keys, fields = chosen[order], keys[order], fields[order]
             edges = np.flatnonzero(keys[1:] != keys[:-1]) + 1
             bounds = [0, *edges.tolist(), len(keys)]
-            groups = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+            groups = [slice(a, b) for a, b in itertools.pairwise(bounds) if b > a]
         for group in groups:
             lane = self._lanes[int(keys[group.start]) >> 8]
             form = self._formats[int(keys[group.start]) & 255]
             assert lane is not None
             members = chosen[group]
-            need = len(members) * form.width
+            need = len(members) * form.charge
             if lane.core.connection_window < need:
                 self._mark[members] = True
                 ok &= ~self._mark[slots]
@@ -273,15 +285,15 @@ class RowTable:
             out["text"] = fields[group]
             lane.core.append_raw(out.view(np.uint8).data)
             lane.core.spend_connection(need)
-            self._count(members, form.width)
+            self._count(members, form.charge)
 
-    def _count(self, members: IntArray, width: int) -> None:
+    def _count(self, members: IntArray, charge: int) -> None:
         cells = self.cell[members]
         if self._unique(cells):
-            self.window[cells] -= width
+            self.window[cells] -= charge
             self.delivered[members] += 1
         else:
-            np.subtract.at(self.window, cells, width)
+            np.subtract.at(self.window, cells, charge)
             np.add.at(self.delivered, members, 1)
 
     # Formats and lanes
@@ -305,7 +317,7 @@ class RowTable:
         if len(self._formats) == 256:
             raise RuntimeError("more than 256 row formats")
         self._formats.append(_Format(self.max_slots, *key))
-        self._widths = np.array([f.width for f in self._formats], np.int64)
+        self._charges = np.array([f.charge for f in self._formats], np.int64)
         # HTTP/1.1 has no windows; its cells hold a number that no response reaches.
         self._format_numbers[key] = len(self._formats) - 1
         return len(self._formats) - 1

@@ -1,0 +1,47 @@
+"""One choice of a request: a slot in the engine and the text that came of it.
+
+Only data; `exchange.py` has the rules.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from evap.engine.interface import Detokenizer
+from evap.messages import LogprobText
+
+if TYPE_CHECKING:
+    from evap.exchange import Exchange
+
+
+class ChoiceRun:
+    """One choice: a slot in the engine and the text that came of it."""
+
+    __slots__ = (
+        "computed", "delivered", "detokenizer", "emitted", "ended", "exchange", "generation", "held", "held_logprobs",
+        "ids", "index", "logprobs", "marked", "parts", "reason", "released", "row", "row_delivered", "slot",
+        "stop_reason", "unmarked",
+    )  # fmt: skip
+
+    def __init__(self, exchange: Exchange, index: int) -> None:
+        self.exchange = exchange
+        self.index = index
+        self.slot = -1
+        self.generation = 0
+        self.detokenizer: Detokenizer | None = None
+        self.ids: list[int] = []  # whole answers: tokens not yet turned into text
+        self.parts: list[str] = []  # whole answers: text
+        self.logprobs: list[LogprobText] = []
+        self.held: list[str] = []  # slow readers: text to be coalesced
+        self.held_logprobs: list[LogprobText] = []
+        self.row: tuple[bytes, bytes] | None = None  #: constant parts of its rows; None: this choice takes none
+        self.computed = 0
+        self.emitted = 0
+        self.unmarked = 0  #: tokens taken whose text has not been given to the reply
+        self.marked = 0  #: tokens whose text has
+        self.delivered = 0  #: of those, taken by the transport
+        self.row_delivered = 0  #: tokens that went out as rows
+        self.reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.ended = False  #: the answer has its finish_reason
+        self.released = False  #: the engine has confirmed the end
