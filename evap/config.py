@@ -96,18 +96,24 @@ class EngineConfig:
         (), "key=value: any of vLLM's EngineArgs; may be repeated; 'help' or 'help:key' explains them"
     )
     vllm_seam: str = opt(
-        "core", "where evap takes tokens from vLLM: its engine core's client, or AsyncLLM", choices=("core", "async-llm")
+        "core",
+        "where evap takes tokens from vLLM: its engine core's client, or AsyncLLM",
+        choices=("core", "async-llm"),
     )
     token_path: str = opt(
-        "core", "how tokens come out of vLLM's engine core: its messages, or a shared ring", choices=("core", "scheduler")
+        "core",
+        "how tokens come out of vLLM's engine core: its messages, or a shared ring",
+        choices=("core", "scheduler"),
     )
     tensor_parallel_size: int = opt(1, "GPUs that share one replica's model (vllm)", low=1, high=1024)
     max_num_seqs: int = opt(0, "generations that run at once in vLLM; 0: the same as --max-running", low=0, high=4096)
     gpu_memory_utilization: float = opt(0.9, "share of a device's memory that vLLM may take", low=0.01, high=1.0)
     quantization: str = opt("", "quantization method of the weights (vllm), e.g. awq or fp8; empty: the model's own")
     kv_cache_dtype: str = opt("auto", "data type of vLLM's KV cache, e.g. fp8")
-    enforce_eager: bool = opt(False, "no CUDA graphs and no compilation in vLLM: it starts faster and runs slower")
-    lora: tuple[str, ...] = opt((), "name=path of a LoRA adapter (vllm); clients ask for it as a model; may be repeated")
+    enforce_eager: bool = opt(False, "vLLM without CUDA graphs and compilation: starts faster, runs slower")
+    lora: tuple[str, ...] = opt(
+        (), "name=path of a LoRA adapter (vllm), which clients name as the model; may be repeated"
+    )
     token_cache_mb: int = opt(64, "memory for token ids of conversations seen before; 0 switches it off", low=0)
     synthetic_ttft_ms: float = opt(0.0, "synthetic engine: time to the first token", low=0)
     synthetic_step_ms: float = opt(10.0, "synthetic engine: time between tokens; 0: as fast as it goes", low=0)
