@@ -94,7 +94,7 @@ class Steps:
         for choice in exchange.choices:
             if not choice.released:
                 self._sync(choice)
-                self.rows.leave(choice.slot, dead=True)
+                self.rows.leave(choice.slot)
                 self._cancel(choice.slot, choice.generation)
         exchange.cancel(reason)
         self._ended[exchange] = None

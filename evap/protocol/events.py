@@ -203,7 +203,7 @@ class RowCore(Protocol):
 
     def spend_connection(self, n: int) -> None: ...
 
-    def append_raw(self, data: bytes, frames: int) -> None:
+    def append_raw(self, data: bytes | memoryview, frames: int) -> None:
         """Ready DATA frames (`frames` of them), in order with everything else. `data` is kept by reference until it is
         written: give it away."""
         ...

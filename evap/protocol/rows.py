@@ -21,41 +21,18 @@ from __future__ import annotations
 import itertools
 import mmap
 import struct
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from evap.protocol.events import Reply, RowCore
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int32]
 
 _H2_HEAD: Final = struct.Struct(">HBBBL")
 OFF: Final = -1
-
-
-class RowCore(Protocol):
-    """What rows need of a wire core."""
-
-    rows: Any
-    #: "2" frames rows as DATA, "1.1" as chunks
-    version: str
-
-    @property
-    def connection_window(self) -> int:
-        """Bytes of DATA that the connection may send now; 0 while the transport is backed up."""
-        ...
-
-    def stream_window(self, stream_id: int) -> int: ...
-    def spend(self, stream_id: int, n: int) -> None: ...
-    def spend_connection(self, n: int) -> None: ...
-    def append_raw(self, data: Any) -> None: ...
-
-
-class RowReply(Protocol):
-    alive: bool
-    buffered: int
-    stream_id: int
-    core: Any
 
 
 class _Format:
@@ -114,67 +91,70 @@ class RowTable:
 
     # Joining and leaving
 
-    def join(self, slot: int, reply: RowReply, prefix: bytes, tail: bytes, text_width: int) -> bool:
-        """Put a slot on rows. False (and nothing happens) if its stream cannot take any now.
+    def join(self, slot: int, reply: Reply, prefix: bytes, tail: bytes, text_width: int) -> bool:
+        """Put a slot on rows. False (and nothing happens) if its stream cannot take any now: see RowCore.acquire.
 
-        The slot must not be on rows. The response's head must have been sent and nothing may be buffered.
+        The slot must not be on rows.
         """
-        if not reply.alive or reply.buffered:
-            return False
         core: RowCore = reply.core
-        number = self._lane_number(core)
-        lane = self._lanes[number]
-        assert lane is not None
         stream_id = reply.stream_id
-        members = lane.members.get(stream_id)
-        if members is None:
+        number = self._lane_of.get(id(core))
+        lane = self._lanes[number] if number is not None else None
+        if lane is not None and stream_id in lane.members:
+            if not reply.alive or reply.buffered:
+                return False
+            lane.members[stream_id].append(slot)
+            self.cell[slot] = lane.cells[stream_id]
+        else:
+            window = core.acquire(reply)
+            if window is None:
+                return False
+            number = self._new_lane(core) if number is None else number
+            lane = self._lane(number)
             lane.members[stream_id] = [slot]
             lane.cells[stream_id] = slot
             self.cell[slot] = slot
-            self.window[slot] = core.stream_window(stream_id)
-        else:
-            members.append(slot)
-            self.cell[slot] = lane.cells[stream_id]
-        self.form[slot] = self._fill(slot, core.version, stream_id, prefix, tail, text_width)
+            self.window[slot] = window
+        self.form[slot] = self._fill(slot, reply.version, stream_id, prefix, tail, text_width)
         self.stream[slot] = stream_id
         self.lane[slot] = number
         return True
 
-    def leave(self, slot: int, *, dead: bool = False) -> None:
-        """Take a slot off rows. Its stream's window goes back to the core with the last one, unless the stream is dead."""
+    def leave(self, slot: int) -> None:
+        """Take a slot off rows. Its stream's window goes back to the core with the last one. No-op if it is on none."""
         number = int(self.lane[slot])
         if number == OFF:
             return
         self.lane[slot] = OFF
-        lane = self._lanes[number]
-        assert lane is not None
+        lane = self._lane(number)
         stream_id = int(self.stream[slot])
         members = lane.members[stream_id]
         members.remove(slot)
-        if members:
-            return
-        if not dead:
-            self._write_back(lane, stream_id)
-        del lane.members[stream_id], lane.cells[stream_id]
-        if not lane.members:
-            self._drop_lane(number, lane)
+        if not members:
+            self._off(number, lane, stream_id)
 
-    def release(self, reply: RowReply) -> None:
-        """Take all slots of a stream off rows, before the core itself sends on it."""
+    def release(self, reply: Reply) -> None:
+        """Take all slots of a stream off rows, before the core itself sends on it or after the stream is gone."""
         number = self._lane_of.get(id(reply.core))
         if number is None:
             return
-        lane = self._lanes[number]
-        assert lane is not None
-        members = lane.members.pop(reply.stream_id, None)
+        lane = self._lane(number)
+        members = lane.members.get(reply.stream_id)
         if members is None:
             return
         for slot in members:
             self.lane[slot] = OFF
-        self._write_back(lane, reply.stream_id)
-        del lane.cells[reply.stream_id]
+        self._off(number, lane, reply.stream_id)
+
+    def _off(self, number: int, lane: _Lane, stream_id: int) -> None:
+        """No slot of the stream is on rows any more."""
+        self._write_back(lane, stream_id)
+        del lane.members[stream_id], lane.cells[stream_id]
+        lane.core.on_rows(stream_id, False)
         if not lane.members:
-            self._drop_lane(number, lane)
+            del self._lane_of[id(lane.core)]
+            self._lanes[number] = None
+            self._free_lanes.append(number)
 
     def __contains__(self, slot: int) -> bool:
         return bool(self.lane[slot] != OFF)
@@ -193,8 +173,7 @@ class RowTable:
         number = self._lane_of.get(id(core))
         if number is None:
             return []
-        lane = self._lanes[number]
-        assert lane is not None
+        lane = self._lane(number)
         if stream_id == 0:
             return [(lane, sid) for sid in lane.cells]
         return [(lane, stream_id)] if stream_id in lane.cells else []
@@ -271,19 +250,18 @@ class RowTable:
             bounds = [0, *edges.tolist(), len(keys)]
             groups = [slice(a, b) for a, b in itertools.pairwise(bounds) if b > a]
         for group in groups:
-            lane = self._lanes[int(keys[group.start]) >> 8]
+            lane = self._lane(int(keys[group.start]) >> 8)
             form = self._formats[int(keys[group.start]) & 255]
-            assert lane is not None
             members = chosen[group]
             need = len(members) * form.charge
-            if lane.core.connection_window < need:
+            if lane.core.connection_window < need or not lane.core.writable:
                 self._mark[members] = True
                 ok &= ~self._mark[slots]
                 self._mark[members] = False
                 continue
             out = form.rows[members]
             out["text"] = fields[group]
-            lane.core.append_raw(out.view(np.uint8).data)
+            lane.core.append_raw(out.view(np.uint8).data, len(members))
             lane.core.spend_connection(need)
             self._count(members, form.charge)
 
@@ -322,22 +300,18 @@ class RowTable:
         self._format_numbers[key] = len(self._formats) - 1
         return len(self._formats) - 1
 
-    def _lane_number(self, core: RowCore) -> int:
-        number = self._lane_of.get(id(core))
-        if number is not None:
-            return number
+    def _new_lane(self, core: RowCore) -> int:
         core.rows = self
-        lane = _Lane(core)
         if self._free_lanes:
             number = self._free_lanes.pop()
-            self._lanes[number] = lane
         else:
             number = len(self._lanes)
-            self._lanes.append(lane)
+            self._lanes.append(None)
+        self._lanes[number] = _Lane(core)
         self._lane_of[id(core)] = number
         return number
 
-    def _drop_lane(self, number: int, lane: _Lane) -> None:
-        del self._lane_of[id(lane.core)]
-        self._lanes[number] = None
-        self._free_lanes.append(number)
+    def _lane(self, number: int) -> _Lane:
+        lane = self._lanes[number]
+        assert lane is not None, "a slot is on rows of a connection that has none"
+        return lane

@@ -41,8 +41,22 @@ class Core:
         self.connection_window -= n
         assert self.connection_window >= 0
 
-    def append_raw(self, data: Any) -> None:
+    def append_raw(self, data: Any, frames: int) -> None:
+        assert len(data) % frames == 0
         self.output.append(data)
+
+    writable: bool = True
+    taken: set[int] = field(default_factory=set)
+
+    def acquire(self, reply: Any) -> int | None:
+        if not reply.alive or reply.buffered:
+            return None
+        self.taken.add(reply.stream_id)
+        return self.windows[reply.stream_id]
+
+    def on_rows(self, stream_id: int, on: bool) -> None:
+        assert not on
+        self.taken.remove(stream_id)
 
 
 @dataclass
@@ -51,6 +65,18 @@ class Reply:
     stream_id: int
     alive: bool = True
     buffered: int = 0
+    owner: object = None
+
+    @property
+    def version(self) -> str:
+        return self.core.version
+
+    def start(self, status: int, headers: Any) -> None: ...
+    def send(self, data: bytes) -> None: ...
+    def end(self, trailers: Any = ()) -> None: ...
+    def whole(self, status: int, headers: Any, body: bytes) -> None: ...
+    def abort(self) -> None: ...
+    def refuse(self) -> None: ...
 
 
 def frames(core: Core) -> list[tuple[int, dict[str, Any], int]]:
@@ -129,6 +155,24 @@ def test_a_connection_without_room_gives_records_back_and_others_go_on() -> None
     assert push(table, [(0, 0), (1, 1)]) == [False, True]
     assert not full.output
     assert len(frames(free)) == 1
+
+
+def test_a_connection_whose_transport_is_full_gives_records_back() -> None:
+    table, core = RowTable(8), Core(writable=False)
+    join(table, core, 0, 1)
+    assert push(table, [(0, 0)]) == [False]
+    assert not core.output
+
+
+def test_release_takes_all_choices_of_a_stream_off() -> None:
+    table, core = RowTable(8), Core()
+    for slot in range(3):
+        join(table, core, slot, 1 if slot < 2 else 3, slot)
+    push(table, [(0, 0), (1, 0), (2, 0)])
+    table.release(Reply(core, 1))
+    assert [slot in table for slot in range(3)] == [False, False, True]
+    assert core.taken == {3}
+    assert core.windows[1] == 65_535 - sum(f[2] for f in frames(core) if f[0] == 1)
 
 
 def test_window_frames_see_the_true_window() -> None:
@@ -222,6 +266,7 @@ def test_any_history_keeps_order_and_windows(ops: list[tuple[Any, ...]], window:
     for slot in range(12):
         table.leave(slot)
     for number, core in enumerate(cores):
+        assert not core.taken
         got: dict[int, list[str]] = {}
         total: dict[int, int] = {}
         for sid, event, length in frames(core):
