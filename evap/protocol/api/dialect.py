@@ -22,8 +22,8 @@ class Renderer(Protocol):
     #: the response's id ("chatcmpl-..."), also for GET /v1/usage/{id}
     id: str
 
-    def prelude(self) -> bytes:
-        """Events before the first token (the assistant's role, for each choice); may be empty."""
+    def prelude(self, usage: Usage | None = None) -> bytes:
+        """Events before the first token (the assistant's role, for each choice); may be empty. `usage` as in delta."""
         ...
 
     def row(self, index: int) -> tuple[bytes, bytes] | None:
@@ -41,15 +41,19 @@ class Renderer(Protocol):
         """Little-endian u32 token ids, for kind "tokens"; b"" in the others."""
         ...
 
-    def finish(self, index: int, reason: str, stop_reason: str | int | None = None) -> bytes:
-        """The event with finish_reason; reason "stop" | "length" | "error"."""
+    def finish(
+        self, index: int, reason: str, stop_reason: str | int | None = None, usage: Usage | None = None
+    ) -> bytes:
+        """The event with finish_reason; reason "stop" | "length" | "error". `usage` as in delta."""
         ...
 
     def usage(self, usage: Usage) -> bytes:
         """The final usage event (choices: []), asked for by stream_options.include_usage; else not called."""
         ...
 
-    def error(self, error: EvapError) -> bytes: ...
+    def error(self, error: EvapError) -> bytes:
+        """The error as an event; b"" in kinds "text" and "tokens", which cannot say it: abort the reply instead."""
+        ...
 
     def done(self) -> bytes:
         """`data: [DONE]`, or nothing in a dialect without it."""

@@ -1,0 +1,164 @@
+"""Fields that chat and completions share, and how they become SamplingParams.
+
+Rules:
+1. null is the same as absent, for every optional field.
+2. A field whose type here is `None` is known and refused: ignoring it would change the answer. Everything that is not
+   declared is skipped (as vLLM does; OpenAI refuses it), see IGNORED.
+3. Ranges stand in the types, so that they are checked while the body is parsed, and named in the error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from evap.errors import InvalidRequest
+from evap.messages import SamplingParams
+from evap.protocol.api.body import ABSENT, decode_small, is_set
+
+MAX_STOPS: Final = 4
+MAX_STOP_CHARS: Final = 256
+MAX_STOP_IDS: Final = 128
+MAX_BIASES: Final = 1024
+MAX_USER_CHARS: Final = 512
+MAX_SCHEMA_BYTES: Final = 256 << 10
+#: Accepted, and without effect here: they concern OpenAI's own service, or are hints that an engine may ignore.
+IGNORED: Final = (
+    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
+    "safety_identifier", "service_tier", "store", "verbosity",
+)  # fmt: skip
+
+Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CommonFields(msgspec.Struct, kw_only=True):
+    """Nothing here depends on the dialect; a struct of data, without behaviour."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
+    min_p: Fraction | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    user: Annotated[str, Meta(max_length=MAX_USER_CHARS)] | None = None
+    # Raw: lists that must be refused by their size before anything is made of them.
+    stop: msgspec.Raw = ABSENT
+    stop_token_ids: msgspec.Raw = ABSENT
+    logit_bias: msgspec.Raw = ABSENT
+    response_format: msgspec.Raw = ABSENT
+    # Refused (rule 2).
+    structured_outputs: None = None
+    guided_json: None = None
+    guided_regex: None = None
+    guided_choice: None = None
+    guided_grammar: None = None
+    allowed_token_ids: None = None
+    bad_words: None = None
+    logits_processors: None = None
+    prompt_logprobs: None = None
+    truncate_prompt_tokens: None = None
+    prompt_embeds: None = None
+    use_beam_search: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+
+
+_Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+_STOP: Final = msgspec.json.Decoder(str | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)])
+_STOP_IDS: Final = msgspec.json.Decoder(Annotated[list[Id], Meta(max_length=MAX_STOP_IDS)])
+_BIAS: Final = msgspec.json.Decoder(
+    Annotated[dict[Id, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)]
+)
+_FORMAT: Final = msgspec.json.Decoder(ResponseFormat)
+_ANY: Final = msgspec.json.Decoder(dict[str, Any])
+
+
+def stops(raw: msgspec.Raw) -> tuple[str, ...]:
+    """Stop strings: one, or up to MAX_STOPS, of 1..MAX_STOP_CHARS characters each."""
+    if not is_set(raw):
+        return ()
+    # 12 bytes are the longest way to write a character in JSON: two \\u escapes.
+    value = decode_small(raw, _STOP, "stop", MAX_STOPS * (MAX_STOP_CHARS * 12 + 8))
+    if isinstance(value, list):
+        return tuple(value)
+    if not 1 <= len(value) <= MAX_STOP_CHARS:
+        raise InvalidRequest(f"stop must have 1 to {MAX_STOP_CHARS} characters", param="stop")
+    return (value,)
+
+
+def structured_output(raw: msgspec.Raw, *, supported: bool) -> dict[str, Any]:
+    """What goes into SamplingParams.extra for `response_format`: nothing for plain text; for an engine that can hold
+    a grammar (`supported`), {"response_format": the client's object}; else InvalidRequest."""
+    if not is_set(raw):
+        return {}
+    kind = decode_small(raw, _FORMAT, "response_format", MAX_SCHEMA_BYTES).type
+    if kind == "text":
+        return {}
+    if not supported or kind not in ("json_object", "json_schema"):
+        raise InvalidRequest(
+            "response_format other than {'type': 'text'} is not supported by this engine",
+            param="response_format", code="unsupported_parameter",
+        )  # fmt: skip
+    return {"response_format": decode_small(raw, _ANY, "response_format", MAX_SCHEMA_BYTES)}
+
+
+def sampling(fields: CommonFields, logprobs: int | None, extra: dict[str, Any]) -> SamplingParams:
+    """max_tokens stays 0 here: the exchange knows the context and completes it."""
+    given = {name: value for name in _PLAIN if (value := getattr(fields, name)) is not None}
+    if fields.top_k is not None and fields.top_k > 0:
+        given["top_k"] = fields.top_k
+    if is_set(fields.logit_bias):
+        given["logit_bias"] = decode_small(fields.logit_bias, _BIAS, "logit_bias", MAX_BIASES * 48)
+    if is_set(fields.stop_token_ids):
+        ids = decode_small(fields.stop_token_ids, _STOP_IDS, "stop_token_ids", MAX_STOP_IDS * 16)
+        given["stop_token_ids"] = tuple(ids)
+    return SamplingParams(logprobs=logprobs, extra=extra, **given)
+
+
+_PLAIN: Final = (
+    "temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "ignore_eos", "min_tokens",
+)  # fmt: skip
+
+
+def check_common(fields: CommonFields, max_choices: int) -> None:
+    """What no single field's type can say."""
+    if fields.n is not None and fields.n > max_choices:
+        raise InvalidRequest(f"n is out of range: it must be at least 1 and at most {max_choices}", param="n")
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if fields.use_beam_search:
+        raise InvalidRequest(
+            "use_beam_search is not supported by this engine", param="use_beam_search", code="unsupported_parameter"
+        )
+
+
+def usage_options(fields: CommonFields) -> tuple[bool, bool]:
+    """(a final usage event, running usage in every event); the second only with the first, as in vLLM."""
+    options = fields.stream_options
+    if options is None or not options.include_usage:
+        return False, False
+    return True, bool(options.continuous_usage_stats)

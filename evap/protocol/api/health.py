@@ -1,0 +1,29 @@
+"""`GET /health` (the process answers), `GET /ready` (it can generate), `GET /version`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evap.messages import EngineInfo, ReplicaState
+from evap.protocol.api import sse
+
+
+def health_body() -> bytes:
+    """Liveness: says nothing about engines on purpose; restarting the process would not start them sooner."""
+    return b'{"status":"ok"}'
+
+
+def ready_body(states: Sequence[tuple[ReplicaState, str]], *, draining: bool) -> tuple[int, bytes]:
+    """(status, body) from the state and last line of each replica: 200 when new requests are taken, else 503."""
+    ready = not draining and any(state is ReplicaState.READY for state, _ in states)
+    body = {
+        "status": "draining" if draining else "ready" if ready else "unavailable",
+        "replicas": [{"state": state.value, "detail": detail} for state, detail in states],
+    }
+    return (200 if ready else 503), sse.encode(body)
+
+
+def version_body(version: str, engine: EngineInfo | None) -> bytes:
+    """evap's version, and the engine's once it runs."""
+    about = None if engine is None else {"name": engine.engine, "version": engine.version, "device": engine.device}
+    return sse.encode({"version": version, "engine": about})
