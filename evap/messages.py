@@ -59,9 +59,10 @@ class TokenBatch:
     slot: int32 index of the slot table. generation: int32, 0..65535, of the slot when the work was submitted.
     token: int32 id. index: int32 position in the generation, from 0. flags: uint8, see the constants above.
     step: the engine's step counter at the last record. logprobs: record number -> entry, for records with HAS_LOGPROBS.
+    prompt_logprobs: number of a META record -> one entry per prompt token (None for the first, which nothing predicts).
     """
 
-    __slots__ = ("flags", "generation", "index", "logprobs", "slot", "step", "token")
+    __slots__ = ("flags", "generation", "index", "logprobs", "prompt_logprobs", "slot", "step", "token")
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class TokenBatch:
         flags: UInt8,
         step: int = 0,
         logprobs: Mapping[int, TokenLogprobs] | None = None,
+        prompt_logprobs: Mapping[int, Sequence[TokenLogprobs | None]] | None = None,
     ) -> None:
         self.slot = slot
         self.generation = generation
@@ -80,6 +82,7 @@ class TokenBatch:
         self.flags = flags
         self.step = step
         self.logprobs: Mapping[int, TokenLogprobs] = logprobs if logprobs is not None else {}
+        self.prompt_logprobs: Mapping[int, Sequence[TokenLogprobs | None]] = prompt_logprobs or {}
 
     def __len__(self) -> int:
         return len(self.slot)
