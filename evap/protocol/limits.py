@@ -1,0 +1,101 @@
+"""Budgets and deadlines of the wire, as plain numbers and clocks passed inward.
+
+What a peer may make us do for free is a token bucket; what it may make us wait for is a deadline. Both are per
+connection; what all connections share (counts, buffered bytes, the date) is one `Shared` object per process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from evap.config import ProtocolConfig
+from evap.protocol.headers import DateCache
+
+#: Our own DATA frames are never longer, whatever the peer allows: a large body must not hold up other streams.
+MAX_DATA_FRAME: Final = 16_384
+#: Longest frame we accept: the initial SETTINGS_MAX_FRAME_SIZE (RFC 9113 6.5.2), never raised.
+MAX_FRAME: Final = 16_384
+#: The transport's write buffer above which a connection is neither written to nor read from; it resumes below LOW.
+HIGH_WATER: Final = 256 << 10
+LOW_WATER: Final = 64 << 10
+#: CONTINUATION frames of one header block.
+MAX_CONTINUATIONS: Final = 8
+#: Entries in one SETTINGS frame; the registry has fewer than 20.
+MAX_SETTINGS: Final = 32
+#: A DATA frame with less payload and without END_STREAM costs a token.
+TINY_DATA: Final = 64
+#: A reader that takes less than this within the stall timeout is stalled, even if it takes something.
+MIN_PROGRESS: Final = 1024
+#: Frames for streams that are closed already: those in flight when we reset a stream are innocent.
+LATE_BURST: Final = 2048
+#: WINDOW_UPDATE frames that one DATA frame of ours earns.
+WINDOW_CREDIT: Final = 4
+NS: Final = 1_000_000_000
+NEVER: Final = 1 << 62
+
+
+def to_ns(seconds: float) -> int:
+    return int(seconds * NS)
+
+
+class TokenBucket:
+    """`burst` at once, `per_s` per second after that. Time is an argument and may stand still, not run back."""
+
+    __slots__ = ("_at_ns", "_burst", "_per_ns", "level")
+
+    def __init__(self, burst: float, per_s: float) -> None:
+        self._burst = float(burst)
+        self._per_ns = per_s / NS
+        self._at_ns: int | None = None
+        self.level = float(burst)
+
+    def take(self, now_ns: int, n: float = 1.0) -> bool:
+        """False when n tokens are not there; they are taken all the same, so that a flood stays refused."""
+        at = self._at_ns
+        if at is not None and now_ns > at:
+            self.level = min(self._burst, self.level + (now_ns - at) * self._per_ns)
+        self._at_ns = now_ns if at is None else max(at, now_ns)
+        self.level -= n
+        return self.level >= 0.0
+
+    def give(self, n: float) -> None:
+        self.level = min(self._burst, self.level + n)
+
+
+class Budgets:
+    """The buckets of one HTTP/2 connection.
+
+    resets: RST_STREAM from the client, and resets it provoked (CVE-2023-44487 Rapid Reset, CVE-2025-8671 MadeYouReset).
+    control: frames that cost us work and do nothing: PING, SETTINGS, PRIORITY, unknown types, tiny DATA.
+    window: WINDOW_UPDATE frames; every DATA frame of ours gives some back.
+    late: frames for streams that are closed.
+    """
+
+    __slots__ = ("control", "late", "resets", "window")
+
+    def __init__(self, config: ProtocolConfig) -> None:
+        self.resets = TokenBucket(config.reset_burst, config.reset_per_s)
+        self.control = TokenBucket(config.control_burst, config.control_per_s)
+        self.window = TokenBucket(config.control_burst, config.control_per_s)
+        self.late = TokenBucket(max(LATE_BURST, config.control_burst), config.control_per_s)
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the connections of a process share. Used from the loop's thread only."""
+
+    #: Open connections, and request bytes received but not yet handed over.
+    connections: int = 0
+    body_bytes: int = 0
+    draining: bool = False
+    #: Wall clock minus the clock of `now_ns`; the shell refreshes it, so that `date` follows the wall clock.
+    wall_offset_ns: int = 0
+    dates: DateCache = field(default_factory=DateCache)
+    #: Counters for /metrics: requests taken, streams refused, connections closed for a protocol violation.
+    requests: int = 0
+    refused: int = 0
+    violations: int = 0
+
+    def date(self, now_ns: int) -> bytes:
+        return self.dates.at((now_ns + self.wall_offset_ns) // NS)
