@@ -29,6 +29,7 @@ from evap.errors import (
 from evap.exchange import Exchange, Input, State
 from evap.messages import ReplicaState, SamplingParams
 from evap.protocol.api.dialect import Dialect
+from evap.protocol.api.media import check_body, negotiate
 from evap.protocol.events import HeaderList, Reply, RequestHead
 from evap.protocol.rows import RowTable
 from evap.steps import Steps
@@ -77,10 +78,12 @@ class Dispatch:
 
     # A request comes in
 
-    def generate(self, reply: Reply, head: RequestHead, body: bytes, dialect: Dialect, kind: str) -> None:
+    def generate(self, reply: Reply, head: RequestHead, body: bytes, dialect: Dialect) -> None:
         """Validate, admit, tokenize, submit. Raises EvapError for what is refused at once (the caller answers)."""
         headers = self._echoed(head)
+        check_body(head.get(b"content-type"), head.get(b"content-encoding"))
         request = dialect.parse(body, max_choices=self._config.engine.max_choices)
+        kind = negotiate(head.get(b"accept"), request.stream)
         if request.model is not None and request.model != self.model:
             raise NotFound(f"the model '{echo(request.model)}' does not exist", param="model", code="model_not_found")
         self._admit(request.n)

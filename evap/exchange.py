@@ -124,7 +124,7 @@ class Exchange:
         """Send the head and the first events of a streamed answer at once: proxies see life before the first token."""
         self.status = 200
         self.reply.start(200, ((b"content-type", self.renderer.stream_type), NO_STORE, *self._headers))
-        prelude = self.renderer.prelude()
+        prelude = self.renderer.prelude(self._continuous())
         if prelude:
             self._send(prelude)
         if self.request.echo and self.request.prompt_text is not None:
@@ -210,10 +210,7 @@ class Exchange:
     def _send_held(self, choice: ChoiceRun) -> None:
         text, logprobs = "".join(choice.held), choice.held_logprobs
         choice.held, choice.held_logprobs = [], []
-        if self.request.continuous_usage:
-            self._send(self.renderer.delta(choice.index, text, logprobs or None, self.usage()))
-        else:
-            self._send(self.renderer.delta(choice.index, text, logprobs or None))
+        self._send(self.renderer.delta(choice.index, text, logprobs or None, self._continuous()))
         self._mark(choice, choice.unmarked)
 
     def _send_ids(self, choice: ChoiceRun) -> None:
@@ -261,7 +258,7 @@ class Exchange:
         choice.reason, choice.stop_reason = reason, stop_reason
         if self.request.stream:
             self.release_held()
-            self._send(self.renderer.finish(choice.index, reason, stop_reason))
+            self._send(self.renderer.finish(choice.index, reason, stop_reason, self._continuous()))
             # The end token, and tokens whose text a stop string swallowed, arrive with the finish_reason.
             self._mark(choice, choice.emitted - choice.marked - choice.row_delivered)
         if all(c.ended for c in self.choices):
@@ -321,6 +318,9 @@ class Exchange:
         if self.state not in (State.ANSWERED, State.CANCELLED) or not all(c.released for c in self.choices):
             return False
         return self.state is State.CANCELLED or self.reply.buffered == 0
+
+    def _continuous(self) -> Usage | None:
+        return self.usage() if self.request.continuous_usage else None
 
     def usage(self) -> Usage:
         """Exact counts as of now. emitted of a running choice is what it has computed."""

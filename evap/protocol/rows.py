@@ -98,8 +98,8 @@ class RowTable:
         """
         core: RowCore = reply.core
         stream_id = reply.stream_id
-        number = self._lane_of.get(id(core))
-        lane = self._lanes[number] if number is not None else None
+        number = self._lane_of.get(id(core), OFF)
+        lane = self._lane(number) if number != OFF else None
         if lane is not None and stream_id in lane.members:
             if not reply.alive or reply.buffered:
                 return False
@@ -109,7 +109,7 @@ class RowTable:
             window = core.acquire(reply)
             if window is None:
                 return False
-            number = self._new_lane(core) if number is None else number
+            number = self._new_lane(core) if number == OFF else number
             lane = self._lane(number)
             lane.members[stream_id] = [slot]
             lane.cells[stream_id] = slot

@@ -1,0 +1,113 @@
+"""Which handler answers a request, and how errors become answers. No I/O.
+
+Small answers (models, health, metrics) are given here; what generates goes to `dispatch.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from evap import __version__
+from evap.config import Config
+from evap.dispatch import Dispatch
+from evap.errors import EvapError, InternalError
+from evap.messages import ReplicaState
+from evap.metrics import CONTENT_TYPE, Metrics
+from evap.protocol.api import health, models
+from evap.protocol.api.router import Match, dialects, route
+from evap.protocol.events import Event, PeerGone, Reply, RequestHead, RequestReady, StreamCancelled, WindowOpened
+from evap.protocol.headers import JSON, error_body, error_headers, wire_code
+
+logger = logging.getLogger("evap.app")
+_JSON_HEADERS: Final = ((b"content-type", JSON),)
+
+
+def send_error(reply: Reply, error: EvapError) -> int:
+    """Answer with `error` as a whole; returns the status."""
+    status = wire_code(error)[0]
+    reply.whole(status, error_headers(error), error_body(error))
+    return status
+
+
+class App:
+    """One per process: events in, replies out."""
+
+    def __init__(self, config: Config, dispatch: Dispatch, metrics: Metrics, *, created_s: int) -> None:
+        self._config = config
+        self._dispatch = dispatch
+        self._metrics = metrics
+        self._created_s = created_s
+        self._dialects = dialects(structured_output=config.engine.engine == "vllm")
+        #: last line that the replica said of itself, for /ready
+        self.detail = ""
+        self._handlers: dict[str, Callable[[Reply, RequestHead, Match], None]] = {
+            "health": self._health,
+            "ready": self._ready,
+            "version": self._version,
+            "models": self._models,
+            "model": self._model,
+            "metrics": self._metrics_page,
+            "options": self._options,
+        }
+
+    def on_event(self, event: Event) -> None:
+        """Everything that any connection reports. Never raises: one request's fault is not another's."""
+        match event:
+            case RequestReady(reply=reply, head=head, body=body):
+                self._request(reply, head, body)
+            case StreamCancelled(reply=reply, reason=reason):
+                self._dispatch.cancelled(reply, reason)
+            case WindowOpened(reply=reply):
+                self._dispatch.window_opened(reply)
+            case PeerGone():
+                pass
+
+    def _request(self, reply: Reply, head: RequestHead, body: bytes) -> None:
+        try:
+            found = route(head.method, head.path)
+            dialect = self._dialects.get(found.name)
+            if dialect is not None:
+                self._dispatch.generate(reply, head, body, dialect)
+            else:
+                self._handlers[found.name](reply, head, found)
+        except EvapError as error:
+            self._metrics.answered(send_error(reply, error))
+        except Exception:
+            logger.exception("a request handler failed")
+            self._metrics.answered(send_error(reply, InternalError("the server failed to handle this request")))
+
+    def _answer(self, reply: Reply, body: bytes, status: int = 200) -> None:
+        reply.whole(status, _JSON_HEADERS, body)
+        self._metrics.answered(status)
+
+    def _health(self, reply: Reply, head: RequestHead, found: Match) -> None:
+        self._answer(reply, health.health_body())
+
+    def _ready(self, reply: Reply, head: RequestHead, found: Match) -> None:
+        states = [(self._dispatch.replica.state, self.detail)]
+        status, body = health.ready_body(states, draining=self._dispatch.draining)
+        self._answer(reply, body, status)
+
+    def _version(self, reply: Reply, head: RequestHead, found: Match) -> None:
+        ready = self._dispatch.replica.state is ReplicaState.READY
+        self._answer(reply, health.version_body(__version__, self._dispatch.replica.info if ready else None))
+
+    def _cards(self) -> list[models.ModelCard]:
+        ready = self._dispatch.replica.state is ReplicaState.READY
+        context = self._dispatch.replica.info.max_model_len if ready else None
+        return [models.ModelCard(id=self._dispatch.model, created=self._created_s, max_model_len=context)]
+
+    def _models(self, reply: Reply, head: RequestHead, found: Match) -> None:
+        self._answer(reply, models.list_body(self._cards()))
+
+    def _model(self, reply: Reply, head: RequestHead, found: Match) -> None:
+        self._answer(reply, models.model_body(self._cards(), found.argument))
+
+    def _metrics_page(self, reply: Reply, head: RequestHead, found: Match) -> None:
+        reply.whole(200, ((b"content-type", CONTENT_TYPE),), self._metrics.render())
+
+    def _options(self, reply: Reply, head: RequestHead, found: Match) -> None:
+        reply.whole(204, ((b"allow", found.allow.encode()),), b"")
+        self._metrics.answered(204)

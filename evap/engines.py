@@ -1,0 +1,52 @@
+"""The one factory of engines. Heavy ones are imported by name, here, when they are asked for: `--engine synthetic`
+starts without torch, tokenizers or vllm being installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evap.config import EngineConfig
+from evap.engine.choose import choose
+from evap.engine.interface import Clock, Replica, Text
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a configuration gave: an engine, its text side, and the name that clients use for the model."""
+
+    replica: Replica
+    text: Text
+    model: str
+    chat: bool
+
+
+def build(config: EngineConfig, clock: Clock) -> Built:
+    """Raises StartupError with a remedy when the engine or the model is not to be had."""
+    engine = choose(config.engine)
+    if engine == "synthetic":
+        return _synthetic(config, clock)
+    from evap.engine.model import resolve
+    from evap.engine.model_cli import console_progress
+    from evap.engine.tokenizer import load_text
+
+    with console_progress() as progress:
+        local = resolve(config.model, progress)
+    text = load_text(local.path, cache_mb=config.token_cache_mb)
+    replica: Replica
+    if engine == "vllm":
+        from evap.engine.vllm import VllmReplica
+
+        replica = VllmReplica(config, local.path)
+    else:
+        from evap.engine.supervisor import TorchReplica
+
+        replica = TorchReplica(config, local.path)
+    return Built(replica, text, config.served_model_name or local.name, text.has_template)
+
+
+def _synthetic(config: EngineConfig, clock: Clock) -> Built:
+    from evap.engine.synthetic import SyntheticReplica, SyntheticText
+
+    name = config.served_model_name or config.model or "synthetic"
+    return Built(SyntheticReplica(config, clock), SyntheticText(), name, True)
