@@ -8,6 +8,7 @@ they are dropped and counted, and the count is logged when there is room again. 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import queue
 import sys
@@ -21,8 +22,6 @@ import msgspec
 QUEUE_RECORDS: Final = 10_000
 #: What a record may carry besides its message, under this attribute name.
 FIELDS: Final = "evap_fields"
-
-_encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +76,11 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         ts = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line: dict[str, Any] = {"ts": ts, "level": record.levelname.lower(), "logger": _short(record.name)}
-        line["msg"] = record.getMessage().encode(errors="replace").decode()
+        line["msg"] = record.getMessage()
         line.update(getattr(record, FIELDS, {}))
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info).encode(errors="replace").decode()
-        return _encode(line).decode()
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, separators=(",", ":"))  # ASCII: nothing can pose as a line break
 
 
 def _short(name: str) -> str:

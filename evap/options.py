@@ -34,8 +34,9 @@ RESERVED_ENV: Final = {
     "EVAP_TEST_": "the test-suite's own switches",
 }
 
+_LIST: Final = tuple[str, ...]
 _KINDS: Final = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple[str, ...]: "a list of texts",
+    bool: "true or false", int: "a whole number", float: "a number", str: "text", _LIST: "a list of texts",
 }  # fmt: skip
 _UNITS: Final = (("_per_s", ""), ("_ms", "MS"), ("_s", "SECONDS"), ("_mb", "MB"), ("_bytes", "BYTES"))
 _TRUTH: Final = {
@@ -127,7 +128,7 @@ class Option:
             return _from_text(self.kind, raw)
         if self.kind is float and isinstance(raw, (int, float)) and not isinstance(raw, bool):
             return float(raw) if math.isfinite(raw) else None
-        if self.kind is tuple[str, ...] or self.kind is str:
+        if self.kind == _LIST or self.kind is str:
             whole = isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw)
             return tuple(raw) if whole and self.kind is not str else None  # type: ignore[arg-type]
         return raw if type(raw) is self.kind else None  # type: ignore[return-value]  # bool is not an int here
@@ -204,7 +205,7 @@ def _add_argument(group: argparse._ArgumentGroup, option: Option) -> None:
     if option.kind is bool:
         settings["action"] = argparse.BooleanOptionalAction
     else:
-        settings.update(metavar=option.metavar, action="append" if option.kind is tuple[str, ...] else "store")
+        settings.update(metavar=option.metavar, action="append" if option.kind == _LIST else "store")
     group.add_argument(option.flag, help=text, **settings)
     if option.alias:
         group.add_argument("--" + option.alias.replace("_", "-"), help=argparse.SUPPRESS, **settings)
@@ -262,8 +263,9 @@ def _from_env(env: Mapping[str, str]) -> Given:
                 continue
             name = variable.removeprefix("EVAP_").lower()
             if name not in _by_name() or variable != variable.upper():
-                names = ["EVAP_" + n.upper() for n in _by_name()] + [n for n in RESERVED_ENV if not n.endswith("_")]
-                raise unknown("environment variable", variable, names)
+                near = _nearest(name, _by_name())  # without the prefix, which would make everything look alike
+                remedy = f"did you mean EVAP_{near.upper()}?" if near else None
+                raise unknown("environment variable", variable, (), remedy=remedy)
             yield name, env[variable], variable
 
     return _collect(known())
@@ -303,10 +305,14 @@ def _toml_items(path: Path, tables: Mapping[str, object]) -> Iterator[tuple[str,
 
 def unknown(what: str, name: str, known: Iterable[str], where: str = "", remedy: str | None = None) -> StartupError:
     """The error for a name nobody knows: it offers the nearest known one."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)
     if remedy is None:
-        remedy = f"did you mean {near[0]}?" if near else "python -m evap serve --help lists every option"
+        near = _nearest(name, known)
+        remedy = f"did you mean {near}?" if near else "python -m evap serve --help lists every option"
     return StartupError(f"unknown {what} {echo(name)}{where}", remedy=remedy)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
 def _check(config: Config) -> None:
