@@ -1,0 +1,127 @@
+"""Bytes of one HTTP/1.1 connection -> its requests, one after the other, within the limits."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from evap.config import ProtocolConfig
+from evap.errors import BodyTooLarge, Draining, Overloaded, RequestTimeout
+from evap.protocol.http1_parse import HEAD_END, ChunkedBody, FixedBody, Head, Refused, check_partial, read_head
+from evap.protocol.limits import Shared, to_ns
+
+_NO_BODY: Final = FixedBody(0)
+
+
+class RequestReader:
+    """`feed` bytes, then ask `next` once per request that may be handed over.
+
+    head: of the request whose body is being read (or was refused), else None.
+    Body bytes are counted in `shared.body_bytes` until `next` gives them away or `clear` drops them.
+    """
+
+    __slots__ = (
+        "_body", "_body_bytes", "_config", "_parts", "_scanned", "_shared", "_since_ns", "_waits", "head", "pending",
+        "served",
+    )  # fmt: skip
+
+    def __init__(self, config: ProtocolConfig, shared: Shared) -> None:
+        self.pending = bytearray()  #: what was received and not yet read
+        self.head: Head | None = None
+        self.served = 0
+        self._config = config
+        self._shared = shared
+        self._scanned = 0  # bytes of an incomplete head that check_partial has seen
+        self._body: FixedBody | ChunkedBody = _NO_BODY
+        self._parts: list[bytes] = []
+        self._body_bytes = 0
+        self._waits = False  # for 100 Continue
+        self._since_ns = -1  # when the present wait began; -1 before the first call
+
+    @property
+    def idle(self) -> bool:
+        """Between requests."""
+        return self.head is None and not self.pending
+
+    def feed(self, data: bytes, now_ns: int) -> None:
+        if self.head is not None or not self.pending:
+            self._since_ns = now_ns
+        self.pending += data
+
+    def wait(self, now_ns: int) -> None:
+        """The wait for the next request begins."""
+        self._since_ns = now_ns
+
+    def expired(self, now_ns: int) -> bool:
+        """The connection has idled for too long. Raises Refused when a request that has begun does not arrive."""
+        if self._since_ns < 0:
+            self._since_ns = now_ns
+        config, waited = self._config, now_ns - self._since_ns
+        if self.head is not None:
+            if waited >= to_ns(config.body_timeout_s):
+                raise Refused(RequestTimeout("the request's body did not arrive in time"))
+        elif self.pending:
+            if waited >= to_ns(config.header_timeout_s):
+                raise Refused(RequestTimeout("the request's head did not arrive in time"))
+        else:
+            return waited >= to_ns(config.idle_timeout_s if self.served else config.preface_timeout_s)
+        return False
+
+    def next(self, now_ns: int) -> tuple[Head, bytes] | None:
+        """The next request, if all of it is here. Raises Refused; nothing more can be read then."""
+        if self.head is None:
+            self._take_head(now_ns)
+        if self.head is None:
+            return None
+        parts = self._body.feed(self.pending)
+        size = sum(map(len, parts))
+        self._parts += parts
+        self._body_bytes += size
+        self._shared.body_bytes += size
+        if self._shared.body_bytes > self._config.max_buffered_body_bytes:
+            raise Refused(Overloaded("too many request bytes are being received; try again later", retry_after_s=1))
+        if not self._body.done:
+            return None
+        request = self.head, b"".join(self._parts)
+        self.served += 1
+        self._forget()
+        return request
+
+    def take_continue(self) -> bool:
+        """The client waits for 100 before it sends the body, and has not begun (RFC 9110 10.1.1). True once."""
+        waits, self._waits = self._waits and not self._body_bytes, False
+        return waits
+
+    def clear(self) -> None:
+        self.pending.clear()
+        self._forget()
+
+    def _take_head(self, now_ns: int) -> None:
+        pending, config = self.pending, self._config
+        if not self._scanned and pending.startswith(b"\r\n"):
+            del pending[:2]  # RFC 9112 2.2: some clients end a body with one CRLF too many
+        if not pending or pending == b"\r":
+            return
+        check_partial(pending, self._scanned, config.max_header_list_bytes)
+        end = pending.find(HEAD_END, max(0, self._scanned - 3))
+        if end < 0:
+            self._scanned = len(pending)
+            return
+        raw = bytes(memoryview(pending)[: end + 4])
+        del pending[: end + 4]
+        self._scanned, self._since_ns = 0, now_ns
+        self.head = head = read_head(raw, config.max_headers, config.max_header_list_bytes)
+        limit = config.max_body_bytes
+        if self._shared.draining:
+            raise Refused(draining())
+        if (head.length or 0) > limit:
+            raise Refused(BodyTooLarge(f"the request body is larger than {limit} bytes"))
+        self._waits = head.expects_continue and not pending
+        self._body = ChunkedBody(limit) if head.length is None else FixedBody(head.length)
+
+    def _forget(self) -> None:
+        self._shared.body_bytes -= self._body_bytes
+        self.head, self._body, self._parts, self._body_bytes = None, _NO_BODY, [], 0
+
+
+def draining() -> Draining:
+    return Draining("the server is shutting down", retry_after_s=1)
