@@ -139,7 +139,7 @@ class Core(Protocol):
         """Graceful shutdown: refuse new requests, finish running ones, then close (design/http2.md fact 9)."""
         ...
 
-    def take_output(self) -> list[bytes]:
+    def take_output(self) -> Sequence[bytes | memoryview]:
         """Bytes to write now, in order; the caller writes them in one call."""
         ...
 

@@ -81,6 +81,28 @@ class Budgets:
         self.late = TokenBucket(max(LATE_BURST, config.control_burst), config.control_per_s)
 
 
+class WriteProgress:
+    """What the transport holds, and when it last passed something on (the write deadline counts from there)."""
+
+    __slots__ = ("_given", "_passed", "queued", "since_ns")
+
+    def __init__(self, now_ns: int) -> None:
+        self._given = 0
+        self._passed = 0
+        self.queued = 0
+        self.since_ns = now_ns
+
+    def given(self, size: int) -> None:
+        self._given += size
+
+    def note(self, queued: int, now_ns: int) -> None:
+        passed = self._given - queued
+        if passed > self._passed or not queued or not self.queued:
+            self.since_ns = now_ns
+        self._passed = passed
+        self.queued = queued
+
+
 @dataclass(slots=True)
 class Shared:
     """What the connections of a process share. Used from the loop's thread only."""

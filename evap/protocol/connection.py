@@ -1,0 +1,364 @@
+"""One HTTP/2 connection without I/O: bytes and a clock in, events out, bytes out (events.Core).
+
+    gate (whole frames) -> inbound (what a frame means) -> stream table -> events
+    Reply calls -> outbox (windows, fairness) -> take_output
+
+Rules: `streams` is the only table of open streams; nothing here awaits; a violation of RFC 9113 by the peer is a
+`Violation`, caught in one place, and everything else that raises is a bug of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from evap.config import ProtocolConfig
+from evap.errors import EvapError
+from evap.protocol import deadlines, hpack_out
+from evap.protocol import headers as code
+from evap.protocol.events import (
+    Event,
+    HeaderList,
+    PeerGone,
+    Reply,
+    RequestReady,
+    RowsHost,
+    StreamCancelled,
+    WindowOpened,
+)
+from evap.protocol.gate import DATA, PREFACE, Gate, Violation
+from evap.protocol.h2seam import ServerConnection
+from evap.protocol.inbound import Inbound
+from evap.protocol.limits import HIGH_WATER, NEVER, WINDOW_CREDIT, Budgets, Shared, WriteProgress, to_ns
+from evap.protocol.outbox import Outbox
+from evap.protocol.stream import Action, Input, State, Stream
+
+
+class Http2Core:
+    """See events.Core for the calls and events.RowCore for the seam with the row buffers.
+
+    The first bytes given to `receive` are the client's preface. `deadline_ns`: call `tick` then, at the latest.
+    """
+
+    def __init__(
+        self, config: ProtocolConfig, *, peer: str = "", tls: bool = False, shared: Shared | None = None,
+        server_header: bytes = b"evap", now_ns: int = 0,
+    ) -> None:
+        self.config = config
+        self.peer = peer
+        self.tls = tls
+        self.shared = shared if shared is not None else Shared()
+        self.wake: Callable[[], None] | None = None
+        self.rows: RowsHost | None = None
+        self.streams: dict[int, Stream] = {}
+        self.conn = ServerConnection(config)
+        self.budgets = Budgets(config)
+        self.outbox = Outbox(self.conn, self.budgets, self.sent_end)
+        self.events: list[Event] = []
+        self.ready: list[Stream] = []
+        self.now_ns = now_ns
+        self.draining = False
+        self.peer_leaving = False  # the client has sent GOAWAY
+        self.settings_acked = False
+        self._gate = Gate(config.max_header_list_bytes)
+        self.inbound = Inbound(self)
+        self._server = hpack_out.field(b"server", server_header)
+        self._preface = PREFACE
+        self._closing = False
+        self._busy = False
+        self.writes = WriteProgress(now_ns)
+        self.started_ns = now_ns
+        self.active_ns = now_ns
+        self.partial_ns: int | None = None
+        self.deadline_ns = now_ns + to_ns(min(config.preface_timeout_s, config.settings_timeout_s))
+
+    # --- events.Core ---
+
+    def receive(self, data: bytes, now_ns: int) -> list[Event]:
+        if self._closing:
+            return []
+        self.now_ns = self.active_ns = now_ns
+        self._busy = True
+        try:
+            if self._preface:
+                data = self._take_preface(data)
+            gate = self._gate
+            gate.feed(data)
+            for frame in gate.frames():
+                self.inbound.handle(frame)
+            waiting = gate.waiting
+            if waiting is None or waiting == DATA:
+                self.partial_ns = None
+            elif self.partial_ns is None:
+                self.partial_ns = now_ns
+                self.arm(now_ns + to_ns(self.config.header_timeout_s))
+        except Violation as violation:
+            self._fail(violation)
+        return self._finish_call()
+
+    def eof(self, now_ns: int) -> list[Event]:
+        """A half-closed connection counts as gone: FIN is the only sign of a client that has died, and a client that
+        cannot send WINDOW_UPDATE or RST_STREAM any more could not be served for long."""
+        self.now_ns = now_ns
+        self._busy = True
+        self._closing = True
+        self.cancel_all("client_gone")
+        events = self._finish_call()
+        events.append(PeerGone())
+        return events
+
+    def tick(self, now_ns: int) -> list[Event]:
+        if self._closing:
+            self.deadline_ns = NEVER
+            return []
+        self.now_ns = now_ns
+        self._busy = True
+        self.deadline_ns = NEVER
+        try:
+            deadlines.check_connection(self)
+            for stream in list(self.streams.values()):
+                deadlines.check_stream(self, stream)
+        except Violation as violation:
+            self._fail(violation)
+        return self._finish_call()
+
+    def written(self, queued_bytes: int, now_ns: int) -> list[Event]:
+        self.now_ns = now_ns
+        self.writes.note(queued_bytes, now_ns)
+        if queued_bytes:
+            self.arm(self.writes.since_ns + to_ns(self.config.stall_timeout_s))
+        if not self.outbox.pending and not self.events:
+            return []
+        self._busy = True
+        return self._finish_call()
+
+    def drain(self, now_ns: int) -> None:
+        """Refuse new streams from now on; GOAWAY only when the last one is done, because httpx and undici drop
+        running streams when they see one (RFC 9113 6.8 would have them go on)."""
+        self.now_ns = now_ns
+        self.draining = True
+        self._leave_if_done()
+        self._notify()
+
+    def stop(self, now_ns: int) -> list[Event]:
+        """The end of the drain: running streams are cancelled, the connection closes."""
+        if self._closing:
+            return []
+        self.now_ns = now_ns
+        self._busy = True
+        for stream in list(self.streams.values()):
+            self.break_stream(stream, code.CANCEL, "drain")
+        self.goodbye(code.NO_ERROR, "shutting down")
+        return self._finish_call()
+
+    def take_output(self) -> list[bytes | memoryview]:
+        self._flush()
+        self.outbox.pull()
+        self.writes.given(self.outbox.size)
+        return self.outbox.take()
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    @property
+    def open_replies(self) -> int:
+        return len(self.streams)
+
+    # --- what the inbound side and streams call ---
+
+    def arm(self, at_ns: int) -> None:
+        self.deadline_ns = min(self.deadline_ns, at_ns)
+
+    def send_head(self, stream: Stream, status: int, headers: HeaderList, *, end: bool) -> None:
+        """A final response head. Raises headers.BadHeader for a bad field of ours; nothing has been sent then."""
+        date = hpack_out.field(b"date", self.shared.date(self.now_ns))
+        block = b"".join((hpack_out.status(status), hpack_out.block(headers), date, self._server))
+        stream.started = True
+        if status in (204, 304):
+            stream.no_body = end = True
+        self.outbox.head(stream, block, end=end)
+        if end:
+            stream.alive = False
+            self.sent_end(stream)
+        self._notify()
+
+    def send_continue(self, stream: Stream) -> None:
+        self.outbox.head(stream, hpack_out.status(100), end=False, informational=True)
+
+    def enqueue(self, stream: Stream) -> None:
+        self.outbox.add(stream)
+        self._notify()
+
+    def answer(self, stream: Stream, error: EvapError) -> None:
+        """An error of the request, before anybody has it: the rest of the body is not wanted."""
+        stream.move(Input.REFUSE)
+        self.drop_body(stream)
+        status, _ = code.wire_code(error)
+        stream.whole(status, code.error_headers(error), code.error_body(error))
+
+    def break_off(self, stream: Stream, *, refused: bool) -> None:
+        """Reply.abort and Reply.refuse: whoever calls knows, so there is no event."""
+        self._reset(stream, code.REFUSED_STREAM if refused else code.INTERNAL_ERROR)
+        self._close(stream, Input.BROKEN, "")
+        self._notify()
+
+    def break_stream(self, stream: Stream, error: int, reason: str) -> None:
+        """We give the stream up; whoever has the request hears `reason`."""
+        self._reset(stream, error)
+        self._close(stream, Input.BROKEN, reason)
+
+    def peer_reset(self, stream: Stream) -> None:
+        self._close(stream, Input.RESET, "client_reset")
+
+    def sent_end(self, stream: Stream) -> None:
+        if stream.move(Input.SENT_END) is Action.STOP_REQUEST:
+            self._reset(stream, code.NO_ERROR)
+        self._forget(stream)
+
+    def drop_body(self, stream: Stream) -> None:
+        self.shared.body_bytes -= sum(map(len, stream.chunks))
+        stream.chunks = []
+
+    def spend_reset(self) -> None:
+        """Raises Violation when the client has made us reset too often."""
+        if not self.budgets.resets.take(self.now_ns):
+            raise Violation(code.ENHANCE_YOUR_CALM, "too many streams were reset")
+
+    def goodbye(self, error: int, reason: str) -> None:
+        """GOAWAY with our reason, and close when it is written."""
+        if not self._closing:
+            self.outbox.pull()
+            self.conn.goaway(error, reason)
+            self._closing = True
+            self.deadline_ns = NEVER
+
+    def leave_rows(self, stream: Stream) -> None:
+        if stream.on_rows:
+            stream.on_rows = False
+            if self.rows is not None:
+                self.rows.release(stream)
+
+    def wake_all(self) -> None:
+        """The windows of all streams have changed."""
+        for stream in self.streams.values():
+            if stream.buffered:
+                self.outbox.add(stream)
+
+    # --- events.RowCore ---
+
+    @property
+    def connection_window(self) -> int:
+        return self.conn.outbound_flow_control_window
+
+    @property
+    def writable(self) -> bool:
+        return not self._closing and self.writes.queued + self.outbox.size < HIGH_WATER
+
+    def acquire(self, reply: Reply) -> int | None:
+        stream = self._own(reply)
+        if stream is None or not stream.alive or not stream.started or stream.no_body or stream.buffered:
+            return None
+        stream.on_rows = True
+        return stream.h2.outbound_flow_control_window
+
+    def on_rows(self, stream_id: int, on: bool) -> None:
+        stream = self.streams.get(stream_id)
+        if stream is not None:
+            stream.on_rows = on
+
+    def stream_window(self, stream_id: int) -> int:
+        stream = self.streams.get(stream_id)
+        return stream.h2.outbound_flow_control_window if stream is not None else 0
+
+    def spend(self, stream_id: int, n: int) -> None:
+        stream = self.streams.get(stream_id)
+        if stream is not None:
+            stream.h2.outbound_flow_control_window -= n
+
+    def spend_connection(self, n: int) -> None:
+        self.conn.outbound_flow_control_window -= n
+
+    def append_raw(self, data: bytes | memoryview, frames: int) -> None:
+        self.outbox.pull()
+        self.outbox.append(data)
+        self.budgets.window.give(WINDOW_CREDIT * frames)
+        self._notify()
+
+    # --- inside ---
+
+    def _own(self, reply: Reply) -> Stream | None:
+        return reply if isinstance(reply, Stream) and reply.core is self else None
+
+    def _notify(self) -> None:
+        if not self._busy and self.wake is not None:
+            self.wake()
+
+    def _take_preface(self, data: bytes) -> bytes:
+        size = min(len(data), len(self._preface))
+        if data[:size] != self._preface[:size]:
+            raise Violation(code.PROTOCOL_ERROR, "not an HTTP/2 preface")
+        self._preface = self._preface[size:]
+        return data[size:]
+
+    def _finish_call(self) -> list[Event]:
+        """At the end of every call that returns events: hand requests over, flush, collect."""
+        events = self.events
+        for stream in self.ready:
+            head = stream.head
+            if stream.state is State.ANSWERING and stream.alive and head is not None:
+                stream.delivered = True
+                body = stream.chunks[0] if len(stream.chunks) == 1 else b"".join(stream.chunks)
+                self.drop_body(stream)
+                self.shared.requests += 1
+                events.append(RequestReady(stream, head, body))
+        if self.ready:
+            self.ready = []
+        self._flush()
+        self._leave_if_done()
+        self.events = []
+        self._busy = False
+        return events
+
+    def _flush(self) -> None:
+        if self.outbox.pending and not self._closing:
+            opened = self.outbox.drain(self.now_ns, HIGH_WATER - self.writes.queued)
+            for stream in opened:
+                if stream.alive:
+                    self.events.append(WindowOpened(stream))
+            self.arm(self.now_ns + to_ns(self.config.stall_timeout_s))
+
+    def _leave_if_done(self) -> None:
+        if (self.draining or self.peer_leaving) and not self.streams and not self.ready:
+            self.goodbye(code.NO_ERROR, "")
+
+    def _fail(self, violation: Violation) -> None:
+        self.shared.violations += 1
+        self.goodbye(violation.code, violation.reason)
+        self.cancel_all("protocol_error")
+
+    def cancel_all(self, reason: str) -> None:
+        for stream in list(self.streams.values()):
+            self._close(stream, Input.GONE, reason)
+
+    def _reset(self, stream: Stream, error: int) -> None:
+        self.outbox.pull()
+        self.conn.reset(stream.h2, error)
+
+    def _close(self, stream: Stream, event: Input, reason: str) -> None:
+        if stream.move(event) is Action.CANCEL:
+            if stream.delivered and reason:
+                self.events.append(StreamCancelled(stream, reason))
+            self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        """The stream is CLOSED: out of the table, nothing of it stays behind."""
+        stream.alive = False
+        self.leave_rows(stream)
+        stream.queue.clear()
+        stream.buffered = 0
+        self.drop_body(stream)
+        del self.streams[stream.stream_id]
+        self.conn.closed_one()
+        if not self.streams:
+            self.active_ns = self.now_ns
+            self.arm(self.now_ns + to_ns(self.config.idle_timeout_s))

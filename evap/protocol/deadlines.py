@@ -1,0 +1,58 @@
+"""What a connection waits for, and for how long: called from `Http2Core.tick`, which has the time in `now_ns`.
+
+Each check either acts or arms the core's next deadline, so an idle connection costs nothing between deadlines.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from evap.errors import RequestTimeout
+from evap.protocol import headers as code
+from evap.protocol.limits import MIN_PROGRESS, to_ns
+from evap.protocol.stream import State, Stream
+
+if TYPE_CHECKING:
+    from evap.protocol.connection import Http2Core
+
+
+def check_connection(core: Http2Core) -> None:
+    config = core.config
+    if not core.inbound.greeted:
+        _expire(core, core.started_ns, config.preface_timeout_s, code.SETTINGS_TIMEOUT, "no SETTINGS in time")
+    elif not core.settings_acked:
+        _expire(core, core.started_ns, config.settings_timeout_s, code.SETTINGS_TIMEOUT, "SETTINGS not acknowledged")
+    if core.partial_ns is not None:
+        _expire(core, core.partial_ns, config.header_timeout_s, code.PROTOCOL_ERROR, "frame not completed in time")
+    if core.writes.queued:
+        _expire(core, core.writes.since_ns, config.stall_timeout_s, code.NO_ERROR, "nothing was read in time")
+    if not core.streams:
+        _expire(core, core.active_ns, config.idle_timeout_s, code.NO_ERROR, "idle")
+
+
+def _expire(core: Http2Core, since_ns: int, seconds: float, error: int, reason: str) -> None:
+    due = since_ns + to_ns(seconds)
+    if core.now_ns < due:
+        core.arm(due)
+    elif not core.closing:
+        core.goodbye(error, reason)
+        core.cancel_all("stalled" if core.writes.queued else "protocol_error")
+
+
+def check_stream(core: Http2Core, stream: Stream) -> None:
+    now_ns = core.now_ns
+    if stream.state is State.RECEIVING:
+        due = stream.seen_ns + to_ns(core.config.body_timeout_s)
+        if now_ns >= due:
+            core.answer(stream, RequestTimeout("the body did not arrive in time"))
+        else:
+            core.arm(due)
+    if stream.stalled_ns is None:
+        return
+    if stream.progress >= MIN_PROGRESS:
+        stream.stalled_ns, stream.progress = now_ns, 0
+    due = stream.stalled_ns + to_ns(core.config.stall_timeout_s)
+    if now_ns >= due:
+        core.break_stream(stream, code.CANCEL, "stalled")
+    else:
+        core.arm(due)

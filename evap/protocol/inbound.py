@@ -1,0 +1,293 @@
+"""What a frame from the client means: one handler per frame type, in one table (RFC 9113 section 6, RFC 9218)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from evap.errors import BodyTooLarge, HeadersTooLarge, Overloaded
+from evap.protocol import gate
+from evap.protocol import headers as code
+from evap.protocol.gate import Frame, SettingsFilter, Violation
+from evap.protocol.h2seam import SettingsAcknowledged, StreamReset
+from evap.protocol.hpack_in import Fields, OversizedList
+from evap.protocol.hpack_out import NO_TABLE
+from evap.protocol.limits import MAX_FRAME, TINY_DATA, to_ns
+from evap.protocol.request_head import Malformed, check_trailers, parse
+from evap.protocol.stream import Action, Input, State, Stream
+
+if TYPE_CHECKING:
+    from evap.protocol.connection import Http2Core
+
+#: A SETTINGS frame costs about eight times a PING.
+SETTINGS_COST: Final = 4.0
+#: Bytes of a priority field value that are kept.
+MAX_PRIORITY: Final = 64
+
+
+class Inbound:
+    """Handlers for one core. They raise Violation for connection errors."""
+
+    def __init__(self, core: Http2Core) -> None:
+        self._core = core
+        self._conn = core.conn
+        self._filter = SettingsFilter()
+        self._priorities: dict[int, bytes] = {}  # PRIORITY_UPDATE for streams that are still idle
+        self.greeted = False  # the client's first SETTINGS are here
+        self._handlers = {
+            gate.DATA: self._data,
+            gate.HEADERS: self._headers,
+            gate.RST_STREAM: self._rst_stream,
+            gate.SETTINGS: self._settings,
+            gate.PUSH_PROMISE: self._push_promise,
+            gate.PING: self._ping,
+            gate.GOAWAY: self._goaway,
+            gate.WINDOW_UPDATE: self._window_update,
+            gate.PRIORITY_UPDATE: self._priority_update,
+        }
+
+    def handle(self, frame: Frame) -> None:
+        self._handlers.get(frame.type, self._dropped)(frame)
+
+    # --- requests ---
+
+    def _headers(self, frame: Frame) -> None:
+        sid = frame.sid
+        if not sid & 1:
+            raise Violation(code.PROTOCOL_ERROR, "HEADERS on a stream that the client may not open")
+        if sid <= self._conn.highest_inbound_stream_id:
+            stream = self._core.streams.get(sid)
+            if stream is not None and stream.state in (State.RECEIVING, State.EARLY):
+                self._trailers(stream, frame)
+            else:
+                self._late_headers(frame)
+            return
+        fields: Fields | None
+        try:
+            fields = self._conn.decode(frame.block)
+        except OversizedList:
+            fields = None
+        ended = bool(frame.flags & gate.END_STREAM)
+        core = self._core
+        stream = Stream(core, self._conn.open_request(sid, ended=ended), core.now_ns)
+        core.streams[sid] = stream
+        if ended:
+            stream.move(Input.END)
+        if core.draining or len(core.streams) > core.config.max_concurrent_streams:
+            self._refuse(stream)
+        elif fields is None:
+            core.answer(stream, HeadersTooLarge("the header list is too large"))
+        else:
+            self._request(stream, fields, ended=ended)
+
+    def _refuse(self, stream: Stream) -> None:
+        """RFC 9113 5.1.2 and 8.7: not processed, may be sent again. A first burst before the client has seen our
+        limit is innocent."""
+        core = self._core
+        core.shared.refused += 1
+        core.break_stream(stream, code.REFUSED_STREAM, "")
+        if core.settings_acked and not core.draining:
+            core.spend_reset()
+        elif not core.budgets.late.take(core.now_ns):
+            raise Violation(code.ENHANCE_YOUR_CALM, "too many streams were refused")
+
+    def _request(self, stream: Stream, fields: Fields, *, ended: bool) -> None:
+        core = self._core
+        try:
+            parsed = parse(fields, peer=core.peer, ended=ended)
+        except Malformed:
+            self._malformed(stream)
+            return
+        head = parsed.head
+        stream.head = head
+        stream.length = parsed.length
+        stream.no_body = head.method == "HEAD"
+        early = self._priorities.pop(stream.stream_id, None)
+        if early is not None:
+            head.index[b"priority"] = stream.urgency = early
+        if parsed.refusal is not None:
+            core.answer(stream, parsed.refusal)
+        elif parsed.length is not None and parsed.length > core.config.max_body_bytes:
+            core.answer(stream, self._too_large())
+        elif ended:
+            core.ready.append(stream)
+        else:
+            core.arm(core.now_ns + to_ns(core.config.body_timeout_s))
+            if parsed.wants_continue:
+                core.send_continue(stream)
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body is larger than {self._core.config.max_body_bytes} bytes")
+
+    def _malformed(self, stream: Stream) -> None:
+        """RFC 9113 8.1.1: a stream error, and the peer made us reset."""
+        self._core.break_stream(stream, code.PROTOCOL_ERROR, "protocol_error")
+        self._core.spend_reset()
+
+    def _trailers(self, stream: Stream, frame: Frame) -> None:
+        try:
+            fields = self._conn.decode(frame.block)
+        except OversizedList:
+            fields = [(b":", b"")]  # malformed
+        ended = bool(frame.flags & gate.END_STREAM)
+        try:
+            if not ended:
+                raise Malformed("trailers without END_STREAM")
+            check_trailers(fields)
+        except Malformed:
+            self._malformed(stream)
+            return
+        self._conn.trailers(stream.h2)
+        self._ended(stream)
+
+    def _late_headers(self, frame: Frame) -> None:
+        """On a stream whose request is complete or that is closed: h2 knows which error that is."""
+        self._spend_late()
+        block = frame.block
+        flags = gate.END_HEADERS | frame.flags & gate.END_STREAM
+        if len(block) > MAX_FRAME:
+            raise Violation(code.STREAM_CLOSED, "HEADERS on a closed stream")
+        self._stock(gate.HEADER.pack(len(block) >> 8, len(block) & 0xFF, gate.HEADERS, flags, frame.sid) + block)
+
+    def _data(self, frame: Frame) -> None:
+        core = self._core
+        stream = core.streams.get(frame.sid)
+        ended = bool(frame.flags & gate.END_STREAM)
+        if stream is None or stream.state is State.ANSWERING:
+            if self._conn.is_idle(frame.sid):
+                raise Violation(code.PROTOCOL_ERROR, "DATA on an idle stream")
+            self._spend_late()
+            self._stock(frame.raw)
+            return
+        payload = gate.strip_padding(frame.raw, frame.flags)
+        if len(payload) < TINY_DATA and not ended:
+            self._spend_control()
+        self._conn.body(stream.h2, len(frame.raw) - 9, ended=ended)
+        stream.seen_ns = core.now_ns
+        if stream.state is State.RECEIVING and not self._keep(stream, payload):
+            return
+        if ended:
+            self._ended(stream)
+
+    def _keep(self, stream: Stream, payload: bytes) -> bool:
+        """Store a piece of the body. False if the stream is over, or answered already."""
+        core = self._core
+        stream.received += len(payload)
+        if stream.length is not None and stream.received > stream.length:
+            self._malformed(stream)
+            return False
+        if payload:
+            stream.chunks.append(payload)
+            core.shared.body_bytes += len(payload)
+        if stream.received > core.config.max_body_bytes:
+            core.answer(stream, self._too_large())
+        elif core.shared.body_bytes > core.config.max_buffered_body_bytes:
+            core.answer(stream, Overloaded("too many request bodies at once", retry_after_s=1.0))
+        return stream.state is not State.CLOSED
+
+    def _ended(self, stream: Stream) -> None:
+        if stream.state is State.RECEIVING and stream.length not in (None, stream.received):
+            self._malformed(stream)
+        elif stream.move(Input.END) is Action.HAND_OVER:
+            self._core.ready.append(stream)
+
+    # --- control ---
+
+    def _rst_stream(self, frame: Frame) -> None:
+        if self._conn.is_idle(frame.sid):
+            raise Violation(code.PROTOCOL_ERROR, "RST_STREAM on an idle stream")
+        self._stock(frame.raw)
+        self._core.spend_reset()
+
+    def _settings(self, frame: Frame) -> None:
+        self._spend_control(SETTINGS_COST)
+        if frame.flags & gate.ACK:
+            self._stock(frame.raw)
+            return
+        self.greeted = True
+        raw, entries = self._filter(frame.raw)
+        core = self._core
+        if gate.HEADER_TABLE_SIZE in entries:
+            core.outbox.table_update = NO_TABLE
+        if gate.INITIAL_WINDOW_SIZE not in entries:
+            self._stock(raw)
+            return
+        self._conn.purge()  # h2 would let a closed stream's window overflow
+        rows = core.rows
+        if rows is not None:
+            rows.before_window_frame(core, 0)
+        self._stock(raw)
+        core.wake_all()
+        if rows is not None:
+            rows.after_window_frame(core, 0)
+
+    def _push_promise(self, frame: Frame) -> None:
+        raise Violation(code.PROTOCOL_ERROR, "a client cannot push")
+
+    def _ping(self, frame: Frame) -> None:
+        self._spend_control()
+        self._stock(frame.raw)
+
+    def _goaway(self, frame: Frame) -> None:
+        self._spend_control()
+        self._stock(frame.raw)
+        self._core.peer_leaving = True
+
+    def _window_update(self, frame: Frame) -> None:
+        core, sid = self._core, frame.sid
+        if not core.budgets.window.take(core.now_ns):
+            raise Violation(code.ENHANCE_YOUR_CALM, "too many WINDOW_UPDATE frames")
+        if sid and self._conn.is_idle(sid):
+            raise Violation(code.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
+        stream = core.streams.get(sid) if sid else None
+        rows = core.rows if sid == 0 or (stream is not None and stream.on_rows) else None
+        if rows is not None:
+            rows.before_window_frame(core, sid)
+        self._stock(frame.raw)
+        if stream is not None and stream.buffered:
+            core.outbox.add(stream)
+        if rows is not None:
+            rows.after_window_frame(core, sid)
+
+    def _priority_update(self, frame: Frame) -> None:
+        """RFC 9218 7.1. Kept only for open streams, and for as many idle ones as may be opened."""
+        self._spend_control()
+        sid = int.from_bytes(frame.raw[9:13]) & 0x7FFFFFFF
+        if sid == 0:
+            raise Violation(code.PROTOCOL_ERROR, "PRIORITY_UPDATE for stream 0")
+        value = frame.raw[13 : 13 + MAX_PRIORITY]
+        stream = self._core.streams.get(sid)
+        if stream is not None:
+            stream.urgency = value
+        elif self._conn.is_idle(sid) and len(self._priorities) < self._core.config.max_concurrent_streams:
+            self._priorities[sid] = value
+
+    def _dropped(self, frame: Frame) -> None:
+        """PRIORITY (deprecated, RFC 9113 5.3.2), ALTSVC and ORIGIN (not from clients), unknown types (5.5)."""
+        self._spend_control()
+
+    # --- inside ---
+
+    def _stock(self, raw: bytes) -> None:
+        """Let h2 have the frame, and follow what it says."""
+        core = self._core
+        core.outbox.pull()
+        for event in self._conn.feed(raw):
+            if isinstance(event, StreamReset):
+                stream = core.streams.get(event.stream_id)
+                if event.remote_reset:
+                    if stream is not None:
+                        core.peer_reset(stream)
+                else:  # MadeYouReset: h2 has reset the stream because of this frame
+                    if stream is not None:
+                        core.break_stream(stream, code.STREAM_CLOSED, "protocol_error")
+                    core.spend_reset()
+            elif isinstance(event, SettingsAcknowledged):
+                core.settings_acked = True
+
+    def _spend_control(self, cost: float = 1.0) -> None:
+        if not self._core.budgets.control.take(self._core.now_ns, cost):
+            raise Violation(code.ENHANCE_YOUR_CALM, "too many frames without effect")
+
+    def _spend_late(self) -> None:
+        if not self._core.budgets.late.take(self._core.now_ns):
+            raise Violation(code.ENHANCE_YOUR_CALM, "too many frames on closed streams")

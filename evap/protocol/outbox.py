@@ -1,0 +1,151 @@
+"""Everything that is not a row, on its way out: queued bodies become DATA frames, round-robin, within the windows.
+
+One turn is one frame of at most 16 KiB, so a large body holds nobody up. A stream without window leaves the ring and
+comes back when its window changes. Output is bounded by what the transport takes: `drain` stops at `room` octets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from evap.protocol import hpack_out
+from evap.protocol.h2seam import ServerConnection
+from evap.protocol.limits import MAX_DATA_FRAME, MIN_PROGRESS, TINY_DATA, WINDOW_CREDIT, Budgets
+from evap.protocol.stream import State, Stream
+
+
+class Outbox:
+    """`out` is what the shell writes next, in order; `size` its octets."""
+
+    __slots__ = ("_budgets", "_conn", "_ring", "_sent_end", "out", "size", "table_update")
+
+    def __init__(self, conn: ServerConnection, budgets: Budgets, sent_end: Callable[[Stream], None]) -> None:
+        self._conn = conn
+        self._budgets = budgets
+        self._sent_end = sent_end
+        self._ring: deque[Stream] = deque()
+        self.out: list[bytes | memoryview] = []
+        self.size = 0
+        #: Octets before the next header block: the client has set HEADER_TABLE_SIZE (RFC 7541 4.2).
+        self.table_update = b""
+
+    def pull(self) -> None:
+        """Take over what h2 has queued (acknowledgements, WINDOW_UPDATE, RST_STREAM, GOAWAY); before adding ours."""
+        data = self._conn.data_to_send()
+        if data:
+            self.append(data)
+
+    def append(self, data: bytes | memoryview) -> None:
+        self.out.append(data)
+        self.size += len(data)
+
+    def head(self, stream: Stream, block: bytes, *, end: bool, informational: bool = False) -> None:
+        """HEADERS; they are not flow-controlled and go at once."""
+        self.pull()
+        if self.table_update:
+            block, self.table_update = self.table_update + block, b""
+        self.append(self._conn.head(stream.h2, block, end=end, informational=informational))
+
+    def take(self) -> list[bytes | memoryview]:
+        out, self.out, self.size = self.out, [], 0
+        return out
+
+    def add(self, stream: Stream) -> None:
+        if not stream.queued:
+            stream.queued = True
+            self._ring.append(stream)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._ring)
+
+    def drain(self, now_ns: int, room: int) -> list[Stream]:
+        """Send what the windows and `room` allow. Returns the streams that had waited and are empty now."""
+        ring = self._ring
+        opened: list[Stream] = []
+        if not ring:
+            return opened
+        self.pull()
+        blocked: list[Stream] = []
+        while ring:
+            stream = ring.popleft()
+            if stream.state is State.CLOSED or not (stream.buffered or stream.ended):
+                stream.queued = False
+            elif stream.buffered and (self._conn.outbound_flow_control_window <= 0 or self.size >= room):
+                blocked.append(stream)  # stays in the ring: the connection is what it waits for
+            elif self._turn(stream):
+                ring.append(stream)
+            else:
+                stream.queued = False
+                self._settle(stream, now_ns, opened)
+        for stream in blocked:
+            self._settle(stream, now_ns, opened)
+        ring.extend(blocked)
+        return opened
+
+    def _turn(self, stream: Stream) -> bool:
+        """One frame. True if the stream may have another."""
+        if not stream.buffered:
+            self._finish(stream)
+            return False
+        conn = self._conn
+        size = min(stream.h2.outbound_flow_control_window, conn.outbound_flow_control_window, MAX_DATA_FRAME)
+        if size <= 0:
+            return False
+        size = min(size, stream.buffered)
+        last = stream.ended and size == stream.buffered and not stream.trailers
+        payload = take(stream.queue, size)
+        stream.buffered -= size
+        stream.progress += size
+        self.append(conn.data_header(stream.h2, size, end=last) + payload)
+        if size >= TINY_DATA:
+            self._budgets.window.give(WINDOW_CREDIT)
+        if last:
+            self._sent_end(stream)
+            return False
+        return bool(stream.buffered) or stream.ended
+
+    def _finish(self, stream: Stream) -> None:
+        """Nothing is queued any more and the end was asked for: trailers, or an empty DATA with END_STREAM."""
+        if stream.trailers:
+            self.head(stream, hpack_out.block(stream.trailers), end=True)
+        else:
+            self.append(self._conn.data_header(stream.h2, 0, end=True))
+        self._sent_end(stream)
+
+    @staticmethod
+    def _settle(stream: Stream, now_ns: int, opened: list[Stream]) -> None:
+        """At the end of a flush: who waits, since when, and who has stopped waiting."""
+        if stream.buffered:
+            stream.waited = True
+            if stream.stalled_ns is None or stream.progress >= MIN_PROGRESS:
+                stream.stalled_ns = now_ns
+                stream.progress = 0
+            return
+        stream.stalled_ns = None
+        stream.progress = 0
+        if stream.waited:
+            stream.waited = False
+            opened.append(stream)
+
+
+def take(queue: deque[bytes], size: int) -> bytes:
+    """The first `size` octets of the queue, which has at least that many."""
+    first = queue[0]
+    if len(first) == size:
+        return queue.popleft()
+    if len(first) > size:
+        view = memoryview(first)
+        queue[0] = view[size:]  # type: ignore[assignment]  # a view: a large body is not copied once per frame
+        return bytes(view[:size])
+    parts = []
+    while size:
+        first = queue.popleft()
+        if len(first) > size:
+            view = memoryview(first)
+            queue.appendleft(view[size:])  # type: ignore[arg-type]
+            first = view[:size]  # type: ignore[assignment]
+        size -= len(first)
+        parts.append(first)
+    return b"".join(parts)

@@ -1,0 +1,170 @@
+"""A stream's life. Rule: every move of `Stream.state` goes through TABLE; a pair that is not in it cannot happen.
+
+                 head               END_STREAM in              END_STREAM out
+    (idle) ---------------> RECEIVING ----------> ANSWERING ------------------> CLOSED
+                               |  refused with         ^                          ^
+                               |  a status             | END_STREAM in            | END_STREAM out, then
+                               +------------> EARLY ---+--------------------------+ RST_STREAM NO_ERROR
+
+A stream leaves the core's table when it is CLOSED; an id that is not in it and not idle *is* CLOSED, so late frames
+find their transition here too. h2 keeps its own states (RFC 9113 5.1) for what may be sent; these say what it means.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from evap.protocol.events import HeaderList, RequestHead
+
+if TYPE_CHECKING:
+    from evap.protocol.connection import Http2Core
+    from evap.protocol.h2seam import H2Stream
+
+
+class State(enum.IntEnum):
+    RECEIVING = 0  #: the head is here, the body is coming
+    ANSWERING = 1  #: the whole request is here; it has been handed over, or will be at the end of this read
+    EARLY = 2  #: answered with a status before the body was here; what still comes is thrown away
+    CLOSED = 3
+
+
+class Input(enum.IntEnum):
+    DATA = 0  #: DATA without END_STREAM
+    END = 1  #: END_STREAM, on DATA or trailers
+    REFUSE = 2  #: we answer at once
+    RESET = 3  #: RST_STREAM from the client
+    SENT_END = 4  #: our END_STREAM is in the output
+    BROKEN = 5  #: we reset it: malformed, aborted, stalled
+    GONE = 6  #: the connection is over
+
+
+class Action(enum.IntEnum):
+    KEEP = 0  #: store the body
+    HAND_OVER = 1  #: the request is complete
+    DISCARD = 2  #: throw the body away (its window is credited all the same)
+    CANCEL = 3  #: whoever has the request hears of it, if it was handed over and not yet answered completely
+    FINISH = 4  #: nothing more to do
+    STOP_REQUEST = 5  #: RST_STREAM NO_ERROR: the answer is complete, do not send the rest (RFC 9113 8.1)
+    LATE = 6  #: a frame for a closed stream: h2 answers RST_STREAM and credits the window; we count it
+    IGNORE = 7
+
+
+_S, _I, _A = State, Input, Action
+
+TABLE: Final[dict[tuple[State, Input], tuple[Action, State]]] = {
+    (_S.RECEIVING, _I.DATA): (_A.KEEP, _S.RECEIVING),
+    (_S.RECEIVING, _I.END): (_A.HAND_OVER, _S.ANSWERING),
+    (_S.RECEIVING, _I.REFUSE): (_A.IGNORE, _S.EARLY),
+    (_S.RECEIVING, _I.RESET): (_A.CANCEL, _S.CLOSED),
+    (_S.RECEIVING, _I.BROKEN): (_A.CANCEL, _S.CLOSED),
+    (_S.RECEIVING, _I.GONE): (_A.CANCEL, _S.CLOSED),
+    (_S.EARLY, _I.DATA): (_A.DISCARD, _S.EARLY),
+    (_S.EARLY, _I.END): (_A.DISCARD, _S.ANSWERING),
+    (_S.EARLY, _I.REFUSE): (_A.IGNORE, _S.EARLY),
+    (_S.EARLY, _I.SENT_END): (_A.STOP_REQUEST, _S.CLOSED),
+    (_S.EARLY, _I.RESET): (_A.CANCEL, _S.CLOSED),
+    (_S.EARLY, _I.BROKEN): (_A.CANCEL, _S.CLOSED),
+    (_S.EARLY, _I.GONE): (_A.CANCEL, _S.CLOSED),
+    (_S.ANSWERING, _I.DATA): (_A.LATE, _S.ANSWERING),
+    (_S.ANSWERING, _I.END): (_A.LATE, _S.ANSWERING),
+    (_S.ANSWERING, _I.REFUSE): (_A.IGNORE, _S.ANSWERING),
+    (_S.ANSWERING, _I.SENT_END): (_A.FINISH, _S.CLOSED),
+    (_S.ANSWERING, _I.RESET): (_A.CANCEL, _S.CLOSED),
+    (_S.ANSWERING, _I.BROKEN): (_A.CANCEL, _S.CLOSED),
+    (_S.ANSWERING, _I.GONE): (_A.CANCEL, _S.CLOSED),
+    (_S.CLOSED, _I.DATA): (_A.LATE, _S.CLOSED),
+    (_S.CLOSED, _I.END): (_A.LATE, _S.CLOSED),
+    (_S.CLOSED, _I.REFUSE): (_A.IGNORE, _S.CLOSED),
+    (_S.CLOSED, _I.RESET): (_A.IGNORE, _S.CLOSED),
+    (_S.CLOSED, _I.BROKEN): (_A.IGNORE, _S.CLOSED),
+    (_S.CLOSED, _I.GONE): (_A.IGNORE, _S.CLOSED),
+}
+
+
+class Stream:
+    """One request and its Reply (see events.Reply). The queue is emptied by the outbox; the core does the sending."""
+
+    __slots__ = (
+        "alive", "buffered", "chunks", "core", "delivered", "ended", "h2", "head", "length", "no_body", "on_rows",
+        "owner", "progress", "queue", "queued", "received", "seen_ns", "stalled_ns", "started", "state", "stream_id",
+        "trailers", "urgency", "waited",
+    )
+
+    version = "2"
+
+    def __init__(self, core: Http2Core, h2: H2Stream, now_ns: int) -> None:
+        self.core = core
+        self.h2 = h2
+        self.stream_id: int = h2.stream_id
+        self.state = State.RECEIVING
+        self.alive = True
+        self.owner: object = None
+        # request
+        self.head: RequestHead | None = None
+        self.length: int | None = None
+        self.chunks: list[bytes] = []
+        self.received = 0  # octets of body, without padding
+        self.seen_ns = now_ns  # when the last of it came
+        self.delivered = False  # RequestReady has been returned
+        self.urgency: bytes | None = None  # latest PRIORITY_UPDATE (RFC 9218), as it came
+        # response
+        self.started = False
+        self.no_body = False  # HEAD, 204, 304
+        self.ended = False
+        self.trailers: HeaderList = ()
+        self.queue: deque[bytes] = deque()
+        self.buffered = 0
+        self.queued = False  # in the outbox's ring
+        self.waited = False  # buffered was above zero at the end of a flush
+        self.stalled_ns: int | None = None  # since when the reader is slow
+        self.progress = 0  # octets it took since then
+        self.on_rows = False
+
+    def move(self, event: Input) -> Action:
+        action, self.state = TABLE[self.state, event]
+        return action
+
+    def start(self, status: int, headers: HeaderList) -> None:
+        if self.alive and not self.started:
+            self.core.send_head(self, status, headers, end=False)
+
+    def send(self, data: bytes) -> None:
+        if not self.alive or not self.started or self.no_body or not data:
+            return
+        if self.on_rows:
+            self.core.leave_rows(self)
+        self.queue.append(data)
+        self.buffered += len(data)
+        self.core.enqueue(self)
+
+    def end(self, trailers: HeaderList = ()) -> None:
+        if not self.alive:
+            return
+        if not self.started:
+            self.abort()
+            return
+        if self.on_rows:
+            self.core.leave_rows(self)
+        self.alive = False
+        self.ended = True
+        self.trailers = trailers
+        self.core.enqueue(self)
+
+    def whole(self, status: int, headers: HeaderList, body: bytes) -> None:
+        if not self.alive or self.started:
+            return
+        sized = [*headers, (b"content-length", b"%d" % len(body))] if status not in (204, 304) else headers
+        self.core.send_head(self, status, sized, end=not body or self.no_body or status in (204, 304))
+        if self.alive:
+            self.send(body)
+            self.end()
+
+    def abort(self) -> None:
+        if self.alive:
+            self.core.break_off(self, refused=False)
+
+    def refuse(self) -> None:
+        if self.alive:
+            self.core.break_off(self, refused=not self.started)
