@@ -6,11 +6,18 @@ servers: characters split across tokens, emoji joined by ZWJ, quotes, backslashe
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from evap.engine.detokenizer import TextStream, piece_stream
 from evap.engine.interface import Detokenizer, Fragments
+from evap.engine.vocabulary import Pieces
 from evap.errors import InvalidRequest, echo
 
 #: A sentence is its tokens' bytes, parted by `|`.
@@ -68,6 +75,10 @@ FIRST_SPECIAL: Final = len(_PIECES)
 VOCABULARY: Final[tuple[bytes, ...]] = (*_PIECES, *(s.encode() for s in _SPECIAL))
 EOS: Final = VOCABULARY.index(b"<|eos|>")
 END: Final = VOCABULARY.index(b"<|end|>")
+_HIDDEN: Final = frozenset(range(FIRST_SPECIAL, len(VOCABULARY)))
+_SKIPPED: Final = [*_PIECES, *[b""] * len(_SPECIAL)]
+_SHOWN: Final = list(VOCABULARY)
+_TABLE: Final = Pieces(rest=_SKIPPED, first=_SKIPPED, rest_shown=_SHOWN, first_shown=_SHOWN, is_byte=None)
 CANARY: Final = _IDS[CANARY_TEXT]
 BABEL: Final = _IDS[BABEL_TEXT]
 _WORDS: Final = re.compile(rb"canary:|babel:| (?!canary:|babel:)[A-Za-z]+|[A-Za-z]+|.", re.DOTALL)
@@ -84,6 +95,26 @@ def encode_bytes(data: bytes) -> list[int]:
         else:
             ids.append(i)
     return ids
+
+
+class _Fragments:
+    """`Fragments` as plain data."""
+
+    def __init__(self, width: int, text: npt.NDArray[np.void], fast: npt.NDArray[np.bool_]) -> None:
+        self.width, self.text, self.fast = width, text, fast
+
+
+def fragment_table(vocabulary: Sequence[bytes], special: frozenset[int], width: int = 24) -> _Fragments:
+    """Fast: complete characters whose escaped text and closing quote fit the field. Contexts do not matter here."""
+    fields, fast = [], np.zeros(len(vocabulary), np.bool_)
+    for i, data in enumerate(vocabulary):
+        escaped = b""
+        if i not in special:
+            with contextlib.suppress(UnicodeDecodeError):
+                escaped = msgspec.json.encode(data.decode())[1:]
+        fast[i] = 0 < len(escaped) <= width
+        fields.append((escaped if fast[i] else b'"').ljust(width))
+    return _Fragments(width, np.frombuffer(b"".join(fields), f"V{width}"), fast)
 
 
 def _content(message: Mapping[str, object]) -> str:
@@ -106,7 +137,7 @@ class SyntheticText:
 
     vocab_size: int = len(VOCABULARY)
     eos_ids: frozenset[int] = frozenset({EOS})
-    fragments: Fragments | None = None
+    fragments: Fragments | None = fragment_table(VOCABULARY, _HIDDEN)
 
     def encode(self, text: str) -> list[int]:
         return encode_bytes(text.encode("utf-8", "replace"))
@@ -139,4 +170,5 @@ class SyntheticText:
         skip_special: bool = True,
         prompt_ids: Sequence[int] = (),
     ) -> Detokenizer:
-        raise NotImplementedError
+        stream = piece_stream(_TABLE, special=_HIDDEN, skip_special=skip_special, prompt_ids=prompt_ids[-4:])
+        return TextStream(stream, stop, include_stop)
