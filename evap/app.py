@@ -12,7 +12,7 @@ from typing import Final
 from evap import __version__
 from evap.config import Config
 from evap.dispatch import Dispatch
-from evap.errors import EvapError, InternalError
+from evap.errors import Draining, EvapError, InternalError
 from evap.messages import ReplicaState
 from evap.metrics import CONTENT_TYPE, Metrics
 from evap.protocol.api import health, models
@@ -72,6 +72,9 @@ class App:
                 self._dispatch.generate(reply, head, body, dialect)
             else:
                 self._handlers[found.name](reply, head, found)
+        except Draining:
+            reply.refuse()
+            self._metrics.answered(503)
         except EvapError as error:
             self._metrics.answered(send_error(reply, error))
         except Exception:

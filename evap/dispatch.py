@@ -95,8 +95,9 @@ class Dispatch:
             created_s=int(self._shell.wall_s()),
         )
         exchange = Exchange(
-            reply=reply, request=request, renderer=renderer, text=self.text, headers=headers,
-            stream_buffer=self._config.protocol.stream_buffer_bytes, opened_ns=self._shell.now_ns(),
+            reply=reply, head=head, request=request, renderer=renderer, text=self.text, headers=headers,
+            send_error=self._shell.send_error, stream_buffer=self._config.protocol.stream_buffer_bytes,
+            opened_ns=self._shell.now_ns(),
         )  # fmt: skip
         reply.owner = exchange
         self.open[exchange] = None
@@ -154,8 +155,7 @@ class Dispatch:
 
     def _refuse(self, exchange: Exchange, error: EvapError) -> None:
         """Answer with an error before any token."""
-        if exchange.fail(error):
-            exchange.status = self._shell.send_error(exchange.reply, error)
+        exchange.fail(error)
         self._abandon(exchange)
 
     def _submit(self, exchange: Exchange, prompt_ids: list[int]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -28,7 +28,7 @@ from evap.messages import (
     Usage,
 )
 from evap.protocol.api.dialect import Renderer
-from evap.protocol.events import HeaderList, Reply
+from evap.protocol.events import HeaderList, Reply, RequestHead
 
 
 class State(enum.Enum):
@@ -68,14 +68,17 @@ class Exchange:
         self,
         *,
         reply: Reply,
+        head: RequestHead,
         request: ParsedRequest,
         renderer: Renderer,
         text: Text,
         headers: HeaderList,
+        send_error: Callable[[Reply, EvapError], int],
         stream_buffer: int,
         opened_ns: int,
     ) -> None:
         self.reply = reply
+        self.head = head
         self.request = request
         self.renderer = renderer
         self.kind = renderer.kind
@@ -90,6 +93,7 @@ class Exchange:
         self.end = ""  #: why it ended: stop, length, client_reset, client_gone, stalled, error codes
         self.status = 0
         self._headers = headers
+        self._send_error = send_error
         self._text = text
         self._buffer = stream_buffer
         self._queued = 0  # body bytes given to the reply
@@ -289,22 +293,21 @@ class Exchange:
             logprobs=choice.logprobs if self.request.sampling.logprobs is not None else None,
         )  # fmt: skip
 
-    def fail(self, error: EvapError) -> bool:
-        """Answer with an error: whole if nothing was sent, as an event if the stream runs. True if it was whole."""
-        self.end = error.code or "error"
+    def fail(self, error: EvapError) -> None:
+        """Answer with an error: whole if nothing was sent, as an event if the stream runs."""
         if self.state not in (State.OPEN, State.RUNNING):
-            return False
-        whole = self.status == 0
-        if not whole:
+            return
+        self.end = error.code or "error"
+        if self.status == 0:
+            self.status = self._send_error(self.reply, error)
+        elif self.kind == "sse":
             for choice in self.choices:
                 choice.held.clear()
-            if self.kind == "sse":
-                self._send(self.renderer.error(error) + self.renderer.done())
-                self.reply.end()
-            else:
-                self.reply.abort()  # text and tokens cannot say "error": the stream must not look complete
+            self._send(self.renderer.error(error) + self.renderer.done())
+            self.reply.end()
+        else:
+            self.reply.abort()  # text and tokens cannot say "error": the stream must not look complete
         self.move(Input.ANSWER)
-        return whole
 
     def cancel(self, reason: str) -> None:
         """The client no longer wants it."""
@@ -331,10 +334,3 @@ class Exchange:
             prompt=len(self.prompt_ids), cached=self.cached, computed=sum(c.computed for c in self.choices),
             emitted=sum(emitted), delivered=sum(delivered),
         )  # fmt: skip
-
-    def log_fields(self) -> dict[str, Any]:
-        usage = self.usage()
-        return {
-            "id": self.renderer.id, "status": self.status, "end": self.end,
-            "prompt": usage.prompt, "cached": usage.cached, "computed": usage.computed, "emitted": usage.emitted, "delivered": usage.delivered,
-        }  # fmt: skip
