@@ -1,0 +1,278 @@
+"""Builds everything, listens, drains. The only file that names all concrete classes and owns the loop.
+
+Order of a start: bind the port (a taken one is said at once, not after minutes of loading), start the engine (`/ready`
+is 503 meanwhile, `/health` 200), print the banner. Order of an end: refuse what is new, let running answers finish,
+at the deadline end them with an error event, then the connections, then the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from evap import banner, logs
+from evap.app import App, send_error
+from evap.config import Config
+from evap.dispatch import Dispatch, Shell
+from evap.engines import Built, build
+from evap.errors import Draining, StartupError
+from evap.exchange import Exchange
+from evap.messages import ReplicaState
+from evap.metrics import Metrics
+from evap.protocol.rows import RowTable
+from evap.protocol.transport import Hub
+
+logger = logging.getLogger("evap.server")
+#: threads that tokenize large prompts
+POOL_THREADS: Final = 2
+EXIT_FORCED: Final = 1
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. Raises StartupError for what the user can mend."""
+    logs.configure(config.server.log_level, config.server.log_format)
+    return _runner()(Server(config).main())
+
+
+def _runner() -> Callable[..., int]:
+    try:
+        import uvloop  # noqa: PLC0415 - absent on platforms that it does not support
+    except ImportError:
+        return asyncio.run
+    return uvloop.run  # type: ignore[no-any-return]
+
+
+class Server:
+    """One process: one loop, one engine, all connections."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._started_ns = time.monotonic_ns()
+        self._stop = asyncio.Event()
+        self._forced = asyncio.Event()
+        self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="evap-tokenize")
+
+    async def main(self) -> int:
+        """The whole life of the process."""
+        self._loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(name, self._signalled, name)
+        listening = self._bind()
+        try:
+            built = await self._build()
+            return await self._serve(listening, built)
+        finally:
+            listening.close()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _build(self) -> Built:
+        if self.config.engine.engine == "synthetic":
+            return build(self.config.engine, self._loop)
+        return await self._loop.run_in_executor(None, build, self.config.engine, self._loop)
+
+    async def _serve(self, listening: socket.socket, built: Built) -> int:
+        tls = self._tls()
+        self._assemble(built)
+        server = await self._loop.create_server(self.hub.protocol, sock=listening, ssl=tls, backlog=4096)
+        ticker = self._loop.create_task(self._tick())
+        try:
+            if not await self._start_engine(built):
+                return 0
+            self._announce(built, listening, tls)
+            gc.collect()
+            gc.freeze()  # what is alive now stays alive: collections need not walk it
+            await self._stop.wait()
+            return await self._drain(server)
+        finally:
+            ticker.cancel()
+            server.close()
+            self.hub.close()
+            await built.replica.stop()
+
+    def _assemble(self, built: Built) -> None:
+        config = self.config
+        self.metrics = Metrics(built.model)
+        self.rows = RowTable(
+            min(1 << 16, config.engine.max_running + config.engine.max_queued + config.engine.max_choices)
+        )
+        self.dispatch = Dispatch(
+            config, text=built.text, replica=built.replica, rows=self.rows, model=built.model,
+            shell=Shell(
+                now_ns=time.monotonic_ns, wall_s=time.time, in_pool=self._in_pool, soon=self._soon, flush=self._flush,
+                settled=self._settled, log_exception=logger.exception, send_error=send_error,
+            ),
+        )  # fmt: skip
+        self.app = App(config, self.dispatch, self.metrics, created_s=int(time.time()))
+        self.hub = Hub(config.protocol, on_event=self.app.on_event, loop=self._loop)
+        built.replica.listen(self.dispatch.steps.on_batch, self._engine_state)
+        self._gauges()
+
+    def _gauges(self) -> None:
+        dispatch, engine = self.dispatch, self.config.engine
+        busy = lambda: float(dispatch.steps.slots.size - dispatch.steps.slots.free)  # noqa: E731
+        self.metrics.gauges.update(
+            {
+                "open_exchanges": ("Requests that are not settled", lambda: float(len(dispatch.open))),
+                "running": ("Generations in the engine", lambda: min(busy(), float(engine.max_running))),
+                "waiting": ("Generations that wait for a place", lambda: max(0.0, busy() - engine.max_running)),
+                "connections": ("Open connections", lambda: float(self.hub.shared.connections)),
+                "body_bytes": ("Request bytes held", lambda: float(self.hub.shared.body_bytes)),
+                "ready": ("1 if the engine is ready", lambda: float(dispatch.replica.state is ReplicaState.READY)),
+            }
+        )
+        self.metrics.counters["violations"] = (
+            "Connections closed for breaking the protocol",
+            lambda: float(self.hub.shared.violations),
+        )
+
+    # What dispatch asks of the loop
+
+    def _in_pool(self, work: Callable[[], Any], back: Callable[[Any], None]) -> None:
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001 - handed back to the loop, which judges it
+                result = error
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                self._loop.call_soon_threadsafe(back, result)
+
+        self._pool.submit(run)
+
+    def _soon(self, callback: Callable[[], None]) -> None:
+        self._loop.call_soon(callback)
+
+    def _flush(self) -> None:
+        self.hub.flush()
+
+    def _settled(self, exchange: Exchange) -> None:
+        now = time.monotonic_ns()
+        usage = exchange.usage()
+        first_s = (exchange.first_ns - exchange.opened_ns) / 1e9 if exchange.first_ns else None
+        whole_s = (now - exchange.opened_ns) / 1e9
+        self.metrics.settled(status=exchange.status, end=exchange.end, usage=usage, first_s=first_s, whole_s=whole_s)
+        if logger.isEnabledFor(logging.INFO):
+            logs.log_exchange(
+                logger,
+                logs.Exchange(
+                    id=exchange.renderer.id, method=exchange.head.method, path=exchange.head.path,
+                    status=exchange.status or 499, version=exchange.head.version, peer=exchange.head.peer,
+                    end=exchange.end, model=self.dispatch.model, stream=exchange.request.stream,
+                    prompt_tokens=usage.prompt, cached_tokens=usage.cached, emitted_tokens=usage.emitted,
+                    delivered_tokens=usage.delivered, ttft_ms=first_s * 1e3 if first_s is not None else None,
+                    total_ms=whole_s * 1e3,
+                ),
+            )  # fmt: skip
+
+    # Start
+
+    def _bind(self) -> socket.socket:
+        """The listening socket. Raises StartupError when the address is taken or not ours."""
+        server = self.config.server
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(
+                server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listening = socket.socket(family, kind, proto)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(4096)
+            listening.setblocking(False)
+        except OSError as error:
+            raise _bind_error(error, server.host, server.port) from None
+        return listening
+
+    def _tls(self) -> ssl.SSLContext | None:
+        server = self.config.server
+        if not (server.tls or server.tls_cert or server.tls_key):
+            return None
+        from evap.protocol import tls  # noqa: PLC0415 - cryptography is not imported for h2c
+
+        return tls.server_context(server)
+
+    async def _start_engine(self, built: Built) -> bool:
+        """True once it is ready; False when a signal came first."""
+        starting = self._loop.create_task(built.replica.start())
+        stopping = self._loop.create_task(self._stop.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await starting
+            return False
+        stopping.cancel()
+        starting.result()
+        return True
+
+    def _engine_state(self, state: ReplicaState, line: str) -> None:
+        if state is ReplicaState.READY:
+            self.dispatch.steps.grow(self.dispatch.replica.info.vocab_size)
+        if state is ReplicaState.FAILED:
+            logger.error("engine: %s", line)
+        elif line:
+            logger.info("engine: %s", line)
+        self.app.detail = line
+
+    def _announce(self, built: Built, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
+        server, info = self.config.server, built.replica.info
+        kind = "" if tls is None else server.tls or "certificate"
+        ready = banner.Ready(
+            host=server.host, port=listening.getsockname()[1], model=built.model, engine=info.engine,
+            device=info.device, dtype=info.dtype, max_model_len=info.max_model_len, tls=kind, chat=built.chat,
+            started_s=(time.monotonic_ns() - self._started_ns) / 1e9,
+        )  # fmt: skip
+        banner.show(ready, format=server.log_format)
+
+    # Life and end
+
+    async def _tick(self) -> None:
+        """Comments for silent streams; deadlines of connections are the hub's."""
+        period = self.config.protocol.keepalive_comment_s
+        while True:
+            await asyncio.sleep(period or 60.0)
+            if period:
+                self.dispatch.tick()
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            logger.warning("%s again: ending at once", number.name)
+            self._forced.set()
+        self._stop.set()
+
+    async def _drain(self, server: asyncio.AbstractServer) -> int:
+        """Finish what runs, refuse what is new; 0, or EXIT_FORCED after a second signal."""
+        timeout = self.config.server.drain_timeout_s
+        logger.info("draining: %d open exchanges, at most %g s", len(self.dispatch.open), timeout)
+        self.dispatch.draining = True
+        self.hub.drain()
+        deadline = self._loop.time() + timeout
+        while self.dispatch.active and not self._forced.is_set() and self._loop.time() < deadline:
+            await self._wait(0.02)
+        forced = self._forced.is_set()
+        if self.dispatch.active:
+            self.dispatch.fail_all(Draining("the server shut down before this answer was complete"))
+        until = self._loop.time() + (0.0 if forced else 2.0)  # for what was written to leave
+        while self.hub.unsent and self._loop.time() < until:
+            await self._wait(0.02)
+        return EXIT_FORCED if forced else 0
+
+    async def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._forced.wait(), seconds)
+
+
+def _bind_error(error: OSError, host: str, port: int) -> StartupError:
+    if error.errno == errno.EADDRINUSE:
+        return StartupError(f"port {port} on {host} is taken", remedy="--port 0 picks a free one")
+    if error.errno == errno.EACCES:
+        return StartupError(f"port {port} needs more rights than this user has", remedy="a --port above 1023")
+    return StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}", remedy="--host 127.0.0.1")
