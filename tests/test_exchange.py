@@ -1,0 +1,81 @@
+"""The life of a request as a table. What it does with tokens is tested through dispatch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from evap.app import send_error
+from evap.engine.synthetic import SyntheticText
+from evap.errors import EngineFailed
+from evap.exchange import TRANSITIONS, Exchange, Input, State
+from evap.messages import ParsedRequest, SamplingParams
+from evap.protocol.api.router import dialects
+from tests.fakes import FakeCore, FakeReply, head
+
+
+def exchange(**fields: Any) -> Exchange:
+    request = ParsedRequest(
+        model=None, messages=[{"role": "user", "content": "x"}], **{"sampling": SamplingParams(), **fields}
+    )
+    renderer = dialects()["chat"].renderer(request, id_suffix="x" * 24, model="m", created_s=0)
+    return Exchange(
+        reply=FakeReply(FakeCore(), 1), head=head(), request=request, renderer=renderer, text=SyntheticText(), headers=(),
+        send_error=send_error, stream_buffer=1024, opened_ns=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "event"), itertools.product(State, Input))
+def test_every_pair_is_a_transition_or_an_error(state: State, event: Input) -> None:
+    it = exchange()
+    it.state = state
+    assert it.can(event) == ((state, event) in TRANSITIONS)
+    if it.can(event):
+        it.move(event)
+        assert it.state is TRANSITIONS[state, event]
+    else:
+        with pytest.raises(KeyError):
+            it.move(event)
+
+
+def test_settled_is_the_end_and_is_reached_once() -> None:
+    assert not [s for s, _ in TRANSITIONS if s is State.SETTLED]
+    assert {s for (s, e) in TRANSITIONS if e is Input.SETTLE} == {State.ANSWERED, State.CANCELLED}
+
+
+def test_seeds_differ_by_choice_and_stay_in_range() -> None:
+    it = exchange(sampling=SamplingParams(seed=(1 << 63) - 1, max_tokens=5))
+    it.prompt_ids = [1]
+    seeds = [it.request_for(i).sampling.seed for i in range(3)]
+    assert seeds == [(1 << 63) - 1, 0, 1]
+
+
+def test_no_seed_stays_no_seed() -> None:
+    it = exchange()
+    assert it.request_for(2).sampling.seed is None
+
+
+def test_a_second_failure_changes_nothing() -> None:
+    it = exchange()
+    it.fail(EngineFailed("first"))
+    body = it.reply.body  # type: ignore[attr-defined]
+    it.fail(EngineFailed("second"))
+    assert it.reply.body == body  # type: ignore[attr-defined]
+    assert it.state is State.ANSWERED
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows"),
+    [
+        ({"stream": True}, True),
+        ({"stream": False}, False),
+        ({"stream": True, "stop": ("x",)}, False),
+        ({"stream": True, "sampling": SamplingParams(logprobs=1)}, False),
+        ({"stream": True, "skip_special_tokens": False}, False),
+        ({"stream": True, "continuous_usage": True}, False),
+    ],
+)
+def test_rows_are_for_requests_that_need_no_text_processing(fields: dict[str, Any], rows: bool) -> None:
+    assert exchange(**fields).rows_allowed is rows
