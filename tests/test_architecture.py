@@ -42,9 +42,9 @@ def test_a_file_fits_in_a_head(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("path", tree("fuzz"), ids=lambda p: p.name)
-def test_a_fuzz_target_states_one_invariant(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 60
+def test_a_fuzz_target_states_one_invariant() -> None:
+    long = [path.name for path in tree("fuzz") if len(path.read_text().splitlines()) > 60]
+    assert not long
 
 
 def test_each_module_has_its_own_tests() -> None:

@@ -14,8 +14,8 @@ NEEDS: Final = {
     "torch": ("torch", "pip install 'evap[torch]'"),
     "vllm": ("vllm", "pip install 'evap[vllm]'"),
 }
-#: What `auto` tries, best first.
-AUTO: Final = ("torch",)
+#: What `auto` tries, best first: who has installed vLLM wants it.
+AUTO: Final = ("vllm", "torch")
 
 
 def installed(package: str) -> bool:

@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     diff = difference()
     if diff and "--write" in argv:
         page = PAGE.read_text()
-        PAGE.write_text(page.replace(current(page), listing()))
+        PAGE.write_text(f"{page[: page.index(BEGIN) + len(BEGIN)]}\n{listing()}\n{page[page.index(END) :]}")
     elif diff:
         sys.stdout.write(diff + "\n")
         return 1
