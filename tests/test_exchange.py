@@ -27,7 +27,7 @@ def exchange(**fields: Any) -> Exchange:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("state", "event"), itertools.product(State, Input))
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Input)))
 def test_every_pair_is_a_transition_or_an_error(state: State, event: Input) -> None:
     it = exchange()
     it.state = state
