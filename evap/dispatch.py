@@ -48,7 +48,7 @@ class Shell:
     #: run in a thread, then call back on the loop with the result or the exception
     in_pool: Callable[[Callable[[], Any], Callable[[Any], None]], None]
     #: call on the next pass of the loop
-    soon: Callable[[Callable[[], None]], None]
+    soon: Callable[[Callable[[], None]], object]
     #: write what every connection has to write, now
     flush: Callable[[], None]
     settled: Callable[[Exchange], None]

@@ -44,12 +44,14 @@ class House:
                 send_error=send_error,
             ),
         )  # fmt: skip
-        cancel = self.replica.cancel
-        self.replica.cancel = lambda s, g: (self.cancelled.append((s, g)), cancel(s, g))[1]  # type: ignore[method-assign,func-returns-value]
-        self.dispatch.steps._cancel = self.replica.cancel
+        self.dispatch.steps._cancel = self._cancel
         self.replica.listen(self.dispatch.steps.on_batch, lambda state, line: None)
         self._start()
         self._streams = iter(range(1, 100_000, 2))
+
+    def _cancel(self, slot: int, generation: int) -> None:
+        self.cancelled.append((slot, generation))
+        self.replica.cancel(slot, generation)
 
     def _start(self) -> None:
         coroutine = self.replica.start()

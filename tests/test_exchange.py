@@ -17,9 +17,8 @@ from tests.fakes import FakeCore, FakeReply, head
 
 
 def exchange(**fields: Any) -> Exchange:
-    request = ParsedRequest(
-        model=None, messages=[{"role": "user", "content": "x"}], **{"sampling": SamplingParams(), **fields}
-    )
+    fields = {"sampling": SamplingParams(), **fields}
+    request = ParsedRequest(model=None, messages=[{"role": "user", "content": "x"}], **fields)
     renderer = dialects()["chat"].renderer(request, id_suffix="x" * 24, model="m", created_s=0)
     return Exchange(
         reply=FakeReply(FakeCore(), 1), head=head(), request=request, renderer=renderer, text=SyntheticText(), headers=(),
