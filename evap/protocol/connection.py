@@ -63,8 +63,7 @@ class Http2Core:
         self.inbound = Inbound(self)
         self._server = hpack_out.field(b"server", server_header)
         self._preface = PREFACE
-        self._closing = False
-        self._busy = False
+        self._closing = self._gone = self._busy = False
         self.writes = WriteProgress(now_ns)
         self.started_ns = now_ns
         self.active_ns = now_ns
@@ -98,9 +97,10 @@ class Http2Core:
     def eof(self, now_ns: int) -> list[Event]:
         """A half-closed connection counts as gone: FIN is the only sign of a client that has died, and a client that
         cannot send WINDOW_UPDATE or RST_STREAM any more could not be served for long."""
+        if self._gone:
+            return []
+        self._gone = self._busy = self._closing = True
         self.now_ns = now_ns
-        self._busy = True
-        self._closing = True
         self.cancel_all("client_gone")
         events = self._finish_call()
         events.append(PeerGone())

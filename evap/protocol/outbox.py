@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from evap.protocol import hpack_out
 from evap.protocol.h2seam import ServerConnection
 from evap.protocol.limits import MAX_DATA_FRAME, MIN_PROGRESS, TINY_DATA, WINDOW_CREDIT, Budgets
 from evap.protocol.stream import State, Stream
@@ -109,7 +108,7 @@ class Outbox:
     def _finish(self, stream: Stream) -> None:
         """Nothing is queued any more and the end was asked for: trailers, or an empty DATA with END_STREAM."""
         if stream.trailers:
-            self.head(stream, hpack_out.block(stream.trailers), end=True)
+            self.head(stream, stream.trailers, end=True)
         else:
             self.append(self._conn.data_header(stream.h2, 0, end=True))
         self._sent_end(stream)

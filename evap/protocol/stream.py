@@ -16,6 +16,7 @@ import enum
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from evap.protocol import hpack_out
 from evap.protocol.events import HeaderList, RequestHead
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Stream:
         self.started = False
         self.no_body = False  # HEAD, 204, 304
         self.ended = False
-        self.trailers: HeaderList = ()
+        self.trailers = b""  # encoded
         self.queue: deque[bytes] = deque()
         self.buffered = 0
         self.queued = False  # in the outbox's ring
@@ -140,6 +141,8 @@ class Stream:
         self.core.enqueue(self)
 
     def end(self, trailers: HeaderList = ()) -> None:
+        """Raises headers.BadHeader for a bad trailer of ours, and nothing has happened then."""
+        block = hpack_out.block(trailers) if trailers else b""
         if not self.alive:
             return
         if not self.started:
@@ -149,7 +152,7 @@ class Stream:
             self.core.leave_rows(self)
         self.alive = False
         self.ended = True
-        self.trailers = trailers
+        self.trailers = block
         self.core.enqueue(self)
 
     def whole(self, status: int, headers: HeaderList, body: bytes) -> None:

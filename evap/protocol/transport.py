@@ -1,0 +1,347 @@
+"""The shell around the wire cores: asyncio transports, the clock, and which HTTP a connection speaks.
+
+Rules:
+1. One write per connection and loop pass, or per engine step (`Hub.flush`); a core's output is joined, never written
+   piecewise: a system call costs more than the copy.
+2. While the transport holds more than it should, nothing is read either: a peer that does not read cannot make us work.
+3. One timer per process; a connection without a due deadline costs it an attribute look-up.
+4. EOF from the peer is taken as "gone" by both cores (see their `eof`).
+5. No exception leaves a callback: a bug in a core or a handler costs its connection, is logged, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+from evap.config import ProtocolConfig
+from evap.errors import Overloaded
+from evap.protocol.connection import Http2Core
+from evap.protocol.events import Core, Event
+from evap.protocol.gate import PREFACE
+from evap.protocol.headers import error_body
+from evap.protocol.http1 import Http1Core
+from evap.protocol.limits import HIGH_WATER, LOW_WATER, NEVER, NS, Shared, to_ns
+
+logger = logging.getLogger("evap.protocol")
+
+#: How long a connection that we close keeps on reading (and throwing away) so that the kernel does not answer what is
+#: still coming with a TCP reset, which could take our last words away from the client (RFC 9112 9.6).
+LINGER_NS: Final = to_ns(1)
+#: Flushes in a row before other connections get their turn.
+MAX_ROUNDS: Final = 4
+#: The timer's longest and shortest period.
+MAX_PERIOD_S: Final = 1.0
+MIN_PERIOD_S: Final = 0.02
+_CLOSE_WITH: Final = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
+
+
+class Hub:
+    """All connections of a process. `protocol` is the factory for `loop.create_server`."""
+
+    def __init__(
+        self, config: ProtocolConfig, *, on_event: Callable[[Event], None], loop: asyncio.AbstractEventLoop,
+        shared: Shared | None = None, clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.config = config
+        self.on_event = on_event
+        self.loop = loop
+        self.shared = shared if shared is not None else Shared()
+        self.clock = clock
+        self.live: set[ServerProtocol] = set()
+        self.dirty: list[ServerProtocol] = []
+        shortest = min(
+            config.stall_timeout_s, config.preface_timeout_s, config.settings_timeout_s, config.header_timeout_s,
+            config.body_timeout_s, config.idle_timeout_s,
+        )
+        self._period_s = min(MAX_PERIOD_S, max(MIN_PERIOD_S, shortest / 2))
+        self._flushing: asyncio.Handle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._tick()
+
+    def protocol(self) -> ServerProtocol:
+        return ServerProtocol(self)
+
+    def flush(self) -> None:
+        """Write what replies have produced since the last flush: once per connection. At the end of an engine step."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        dirty, self.dirty = self.dirty, []
+        for protocol in dirty:
+            protocol.flush()
+
+    def mark(self, protocol: ServerProtocol) -> None:
+        """`protocol` has output; it is flushed at the end of this loop pass unless somebody flushes before."""
+        self.dirty.append(protocol)
+        if self._flushing is None:
+            self._flushing = self.loop.call_soon(self._soon)
+
+    def drain(self) -> None:
+        """Refuse new requests and connections; each connection closes when its last answer is done."""
+        self.shared.draining = True
+        for protocol in list(self.live):
+            protocol.drain()
+
+    def stop(self) -> None:
+        """The end of the drain: answers that still run are cancelled ("drain"), connections close."""
+        for protocol in list(self.live):
+            protocol.stop()
+
+    def close(self) -> None:
+        """Stop the timer and drop every connection."""
+        self.stop()
+        for protocol in list(self.live):
+            protocol.abort()
+        for handle in (self._timer, self._flushing):
+            if handle is not None:
+                handle.cancel()
+        self._timer = self._flushing = None
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that transports still hold, over all connections."""
+        return sum(protocol.queued for protocol in self.live)
+
+    def _soon(self) -> None:
+        self._flushing = None
+        self.flush()
+
+    def _tick(self) -> None:
+        self._timer = self.loop.call_later(self._period_s, self._tick)
+        now_ns = self.clock()
+        self.shared.wall_offset_ns = time.time_ns() - now_ns
+        for protocol in list(self.live):
+            if protocol.due_ns <= now_ns:
+                protocol.tick(now_ns)
+
+
+class ServerProtocol(asyncio.Protocol):
+    """One connection: finds out which HTTP it is, then moves bytes and events between transport and core."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._core: Core | None = None
+        self._transport: asyncio.Transport | None = None
+        self._peer = ""
+        self._tls = False
+        self._sniffed = b""
+        self._marked = False
+        self._said_bye = False  # nothing is written any more; input is thrown away until the peer closes
+        self._gone = False
+        self.due_ns = NEVER
+
+    # --- asyncio.Protocol ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = stream = cast("asyncio.Transport", transport)
+        hub, shared = self._hub, self._hub.shared
+        shared.connections += 1
+        hub.live.add(self)
+        stream.set_write_buffer_limits(high=HIGH_WATER // 2, low=LOW_WATER)
+        _no_delay(stream.get_extra_info("socket"))
+        self._peer = _address(stream.get_extra_info("peername"))
+        tls = stream.get_extra_info("ssl_object")
+        self._tls = tls is not None
+        self.due_ns = hub.clock() + to_ns(hub.config.preface_timeout_s)
+        if shared.draining or shared.connections > hub.config.max_connections:
+            self._turn_away(tls)
+        elif tls is not None:
+            self._start(Http2Core if tls.selected_alpn_protocol() == "h2" else Http1Core)
+            self.flush()
+
+    def data_received(self, data: bytes) -> None:
+        if self._said_bye or self._gone:
+            return
+        core = self._core
+        if core is None:
+            data = self._sniffed + data
+            size = min(len(data), len(PREFACE))
+            if data[:size] != PREFACE[:size]:
+                core = self._start(Http1Core)
+            elif size == len(PREFACE):
+                core = self._start(Http2Core)
+            else:
+                self._sniffed = data
+                return
+            self._sniffed = b""
+        self._run(core.receive, data)
+
+    def eof_received(self) -> bool:
+        """False: asyncio closes the transport, after what is queued has been written."""
+        self._lost()
+        if self._core is not None and self._transport is not None and not self._said_bye:
+            self._transport.write(b"".join(self._core.take_output()))
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+        self._transport = None
+        self._hub.shared.connections -= 1
+        self._hub.live.discard(self)
+
+    def pause_writing(self) -> None:
+        if self._transport is not None and not self._said_bye:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        transport = self._transport
+        if transport is not None:
+            transport.resume_reading()
+            self.flush()
+
+    # --- what the hub calls ---
+
+    @property
+    def queued(self) -> int:
+        transport = self._transport
+        return transport.get_write_buffer_size() if transport is not None else 0
+
+    def flush(self) -> None:
+        """Write all that may be written now, and hand over the events that this makes."""
+        self._marked = False
+        core, transport = self._core, self._transport
+        if core is None or transport is None or self._said_bye:
+            return
+        try:
+            for _ in range(MAX_ROUNDS):
+                out = core.take_output()
+                if out:
+                    transport.write(out[0] if len(out) == 1 and type(out[0]) is bytes else b"".join(out))
+                self._dispatch(core.written(transport.get_write_buffer_size(), self._hub.clock()))
+                if not out:
+                    break
+            else:
+                self._wake()
+            self._after()
+        except Exception:  # noqa: BLE001 - rule 5
+            self._bug()
+
+    def tick(self, now_ns: int) -> None:
+        transport, core = self._transport, self._core
+        if transport is None:
+            return
+        if self._said_bye or core is None:
+            transport.abort()
+        else:
+            self._run(core.tick)
+
+    def drain(self) -> None:
+        core = self._core
+        if core is None:
+            self._close()
+        else:
+            core.drain(self._hub.clock())
+            self.flush()
+
+    def stop(self) -> None:
+        core = self._core
+        if isinstance(core, Http2Core):
+            self._run(core.stop)
+        elif core is not None:
+            self._run(core.eof)
+        self._close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- inside ---
+
+    def _start(self, kind: type[Http2Core] | type[Http1Core]) -> Core:
+        hub = self._hub
+        core: Core
+        if kind is Http2Core:
+            core = Http2Core(hub.config, peer=self._peer, tls=self._tls, shared=hub.shared, now_ns=hub.clock())
+        else:
+            core = Http1Core(hub.config, peer=self._peer, tls=self._tls, shared=hub.shared)
+        core.wake = self._wake
+        self._core = core
+        return core
+
+    def _wake(self) -> None:
+        if not self._marked:
+            self._marked = True
+            self._hub.mark(self)
+
+    def _run(self, call: Callable[..., list[Event]], *args: Any) -> None:
+        """One call of the core with the time, its events, and what it has to write."""
+        try:
+            self._dispatch(call(*args, self._hub.clock()))
+        except Exception:  # noqa: BLE001 - rule 5
+            self._bug()
+        else:
+            self.flush()
+
+    def _dispatch(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._hub.on_event(event)
+
+    def _after(self) -> None:
+        """After a flush: the next deadline, or the end."""
+        core = self._core
+        if getattr(core, "aborting", False):
+            self.abort()
+        elif core is not None and core.closing:
+            self._close()
+        else:
+            self.due_ns = getattr(core, "deadline_ns", 0)
+
+    def _close(self) -> None:
+        """Say that nothing more comes, and read on for a moment."""
+        transport = self._transport
+        if transport is None or self._said_bye:
+            return
+        self._said_bye = True
+        self.due_ns = self._hub.clock() + LINGER_NS
+        if self.queued:
+            self.due_ns += int(self._hub.config.stall_timeout_s * NS)
+        if transport.can_write_eof() and not self._gone:
+            with contextlib.suppress(OSError):
+                transport.write_eof()
+            transport.resume_reading()
+        else:
+            transport.close()
+
+    def _lost(self) -> None:
+        if self._gone:
+            return
+        self._gone = True
+        core = self._core
+        if core is not None:
+            try:
+                self._dispatch(core.eof(self._hub.clock()))
+            except Exception:  # noqa: BLE001 - rule 5
+                self._bug()
+
+    def _turn_away(self, tls: object) -> None:
+        """Too many connections, or on the way out. Who speaks HTTP/2 sees a closed connection, and tries again."""
+        if tls is None and self._transport is not None:
+            body = error_body(Overloaded("too many connections", retry_after_s=1.0))
+            head = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self._transport.write(_CLOSE_WITH + head + body)
+        self._close()
+
+    def _bug(self) -> None:
+        """Rule 5. The peer is told nothing but the end."""
+        logger.exception("connection of %s ended by an error of ours", self._peer)
+        self.abort()
+
+
+def _no_delay(sock: socket.socket | None) -> None:
+    """Frames are written when they are complete; Nagle's algorithm would hold the last one back for a round trip."""
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _address(peername: object) -> str:
+    if isinstance(peername, tuple) and len(peername) >= 2:
+        host, port = peername[:2]
+        return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+    return str(peername or "")
