@@ -1,0 +1,162 @@
+"""The engine's process: `python -m evap.engine.torch.worker SOCKET RING DOORBELL` (inherited descriptors).
+
+Its loop reads as three lines: take commands, step, publish. It ends when its parent does, when the socket closes, on
+Stop, and when anything goes wrong that is not one request's fault; it never outlives an error in an unknown state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from evap.engine.torch import wire
+from evap.errors import StartupError
+from evap.ring import RingWriter, ring_bytes
+
+if TYPE_CHECKING:
+    from evap.engine.torch.engine import Engine as Core
+    from evap.engine.torch.engine import Records
+
+_PR_SET_PDEATHSIG: Final = 1
+_READ_BYTES: Final = 1 << 20
+#: Between looks at a ring that is too full for the next step.
+_FULL_RING_S: Final = 0.001
+
+
+class Link:
+    """The worker's ends of socket, ring and doorbell. Writes block; reads block only when asked to."""
+
+    def __init__(self, sock: int, memory: int, bell: int) -> None:
+        self._sock, self._memory, self._bell = sock, memory, bell
+        self._frames = wire.to_worker()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._early: list[wire.ToWorker] = []
+
+    def open_ring(self, capacity: int) -> RingWriter:
+        return RingWriter(mmap.mmap(self._memory, ring_bytes(capacity)), capacity)
+
+    def boot(self) -> wire.Boot:
+        """The first message."""
+        first, *self._early = self.receive(wait=True)
+        if not isinstance(first, wire.Boot):
+            raise EOFError
+        return first
+
+    def receive(self, *, wait: bool) -> list[wire.ToWorker]:
+        """Messages that are there; if `wait`, at least one. Raises EOFError when the parent has closed."""
+        messages, self._early = self._early, []
+        while self._poll.poll(None if wait and not messages else 0):
+            data = os.read(self._sock, _READ_BYTES)
+            if not data:
+                raise EOFError
+            messages += self._frames.feed(data)
+        return messages
+
+    def send(self, message: wire.FromWorker) -> None:
+        data = memoryview(wire.frame(message))
+        while data:
+            data = data[os.write(self._sock, data) :]
+
+    def ring_bell(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
+
+def serve(link: Link) -> None:
+    """Boot from the first message, then run until Stop or the end of the socket (EOFError)."""
+    boot = link.boot()
+    link.send(wire.Progress("loading torch"))
+    # Late: the process answers before torch, which takes seconds to import.
+    from evap.engine.torch.engine import Engine  # noqa: PLC0415
+    from evap.engine.torch.load import load  # noqa: PLC0415
+
+    config = boot.config
+    loaded = load(config, Path(boot.model_path), lambda line: link.send(wire.Progress(line)))
+    engine = Engine(loaded, max_running=config.max_running, prefill_chunk=config.prefill_chunk)
+    ring = link.open_ring(boot.ring_capacity)
+    link.send(wire.Progress("warming up"))
+    engine.warm_up()
+    link.send(wire.Ready(engine.info))
+    run(engine, ring, link)
+
+
+def run(engine: Core, ring: RingWriter, link: Link) -> None:
+    """Take commands, step, publish."""
+    while True:
+        for message in link.receive(wait=engine.idle):
+            if isinstance(message, wire.Stop):
+                return
+            _obey(message, engine)
+        if ring.room() < engine.bound:
+            time.sleep(_FULL_RING_S)  # the reader is behind: a step now could overrun it
+        elif not engine.idle:
+            publish(_step(engine), engine.steps, ring, link)
+
+
+def _obey(message: wire.ToWorker, engine: Core) -> None:
+    match message:
+        case wire.Submit():
+            engine.submit(message.slot, message.generation, wire.unpack_request(message))
+        case wire.Cancel():
+            engine.cancel(message.slot, message.generation)
+
+
+def _step(engine: Core) -> Records | None:
+    try:
+        return engine.step()
+    except Exception as error:
+        if not engine.is_out_of_memory(error):
+            raise
+        # One request is given up for each time this happens, so it ends.
+        engine.relieve()
+        return None
+
+
+def publish(records: Records | None, step: int, ring: RingWriter, link: Link) -> None:
+    """Log probabilities, records, doorbell: in this order, so that a reader of the ring finds the first there."""
+    if records is None or not len(records):
+        return
+    if records.logprobs:
+        link.send(wire.LogprobBatch(records.logprobs))
+    ring.write(records.slot, records.generation, records.token, records.index, records.flags, step)
+    link.ring_bell()
+
+
+def _die_with_parent() -> None:
+    """SIGKILL when the parent ends. Signals to a whole group (^C, a service manager) are the parent's to act on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0 after Stop, 1 after an error (reported as Fatal), 2 when the parent is gone."""
+    _die_with_parent()
+    link = Link(*map(int, argv))
+    try:
+        serve(link)
+    except (EOFError, BrokenPipeError):
+        return 2
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent hears of it and the process ends
+        startup = isinstance(error, StartupError)
+        if not startup:
+            traceback.print_exc()
+        remedy = error.remedy if isinstance(error, StartupError) else ""
+        message = str(error) if startup else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            link.send(wire.Fatal(message[:1000], remedy))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
