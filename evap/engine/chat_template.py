@@ -86,6 +86,11 @@ class ChatTemplate:
             raise StartupError(f"the model's chat template is not valid Jinja: {e}",
                                remedy="fix chat_template in the model directory") from e
 
+    @property
+    def usable(self) -> bool:
+        """Whether there is a template at all; base models have none."""
+        return "default" in self._templates
+
     def render(self, messages: Sequence[object], args: Mapping[str, Any]) -> str:
         """The prompt. args: tools, documents, add_generation_prompt (default True), continue_final_message, and
         whatever else the template reads. Raises InvalidRequest when the template refuses the messages."""

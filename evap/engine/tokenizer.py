@@ -23,9 +23,10 @@ _PROBES: Final = ("a", "x y", "")
 
 
 def load_text(
-    path: Path, *, token_cache_mb: int = 64, now: Callable[[], datetime.datetime] = datetime.datetime.now
+    path: Path, *, cache_mb: int = 64, now: Callable[[], datetime.datetime] = datetime.datetime.now
 ) -> HfText:
-    """The tokenizer of a directory in Hugging Face form. now: local time, for templates that print a date.
+    """The tokenizer of a directory in Hugging Face form. cache_mb: memory for ids of texts seen before (0: none);
+    now: local time, for templates that print a date.
 
     Takes well under a second for 150,000 tokens. Raises StartupError when a file is missing or broken.
     """
@@ -41,7 +42,7 @@ def load_text(
     config = read_json(path / "config.json")
     vocabulary = load_vocabulary(tokenizer, _vocab_size(config))
     text = HfText(
-        tokenizer, vocabulary, load_chat_template(path, now), TokenCache(tokenizer, token_cache_mb << 20),
+        tokenizer, vocabulary, load_chat_template(path, now), TokenCache(tokenizer, cache_mb << 20),
         eos_ids=eos_ids(path, tokenizer),
     )
     for what, why in (("fragment table", text.fragments_off), ("token cache", text.token_cache.why_off)):
@@ -54,7 +55,7 @@ class HfText:
     """`Text` (see interface) on the tokenizers library.
 
     limit_tokens: when set, prompts with more tokens are refused (ContextOverflow) before they are tokenized to their
-    end, often before they are looked at. fragments_off: why `fragments` is None, or "".
+    end, often before they are looked at. fragments_off: why `fragments` is None, or "". has_template: chats work.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class HfText:
         self.vocab_size = vocabulary.size
         self.eos_ids = eos_ids
         self.limit_tokens = 0
+        self.has_template = template.usable
         self.token_cache = cache
         self.vocabulary = vocabulary
         self.fragments: Fragments | None
