@@ -49,7 +49,7 @@ def _runner() -> Callable[..., int]:
         import uvloop  # noqa: PLC0415 - absent on platforms that it does not support
     except ImportError:
         return asyncio.run
-    return uvloop.run  # type: ignore[no-any-return]
+    return uvloop.run
 
 
 class Server:
