@@ -61,12 +61,13 @@ def curl(ready: Ready) -> str:
 
 def lines(ready: Ready) -> list[tuple[str, str]]:
     """(label, text) of each line; the first has no label."""
-    arithmetic = f", {ready.dtype}" if ready.dtype else ""
+    arithmetic = f", {ready.dtype}" if ready.dtype not in ("", "none") else ""
+    device = f" on {ready.device}" if ready.device not in ("", "none") else ", without a model"
     context = f", context {ready.max_model_len:,} tokens" if ready.max_model_len else ""
     said = [
         ("", f"evap {__version__} ready at {ready.url} in {ready.started_s:.1f} s"),
         ("model", ready.model + context),
-        ("engine", f"{ready.engine} on {ready.device}{arithmetic}"),
+        ("engine", f"{ready.engine}{device}{arithmetic}"),
         ("speaks", "HTTP/2 and HTTP/1.1" + (f" over TLS ({ready.tls})" if ready.tls else ", without TLS")),
         ("try", curl(ready)),
     ]

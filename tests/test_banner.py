@@ -43,6 +43,7 @@ def test_it_says_model_engine_device_and_context() -> None:
     text = banner.plain(ready(max_model_len=8192, dtype="float32"))
     assert "tiny, context 8,192 tokens" in text
     assert "synthetic on cpu, float32" in text
+    assert "synthetic, without a model" in banner.plain(ready(device="none", dtype="none"))
 
 
 @pytest.mark.parametrize(
