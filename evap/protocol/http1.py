@@ -23,14 +23,11 @@ from evap.protocol.events import Event, PeerGone, RequestReady, StreamCancelled,
 from evap.protocol.http1_parse import Head, Refused, request_head
 from evap.protocol.http1_reader import RequestReader, draining
 from evap.protocol.http1_reply import Http1Reply
-from evap.protocol.limits import MIN_PROGRESS, Shared, to_ns
+from evap.protocol.limits import MIN_PROGRESS, NEVER, Shared, to_ns
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 #: HTTP/1.1 has no flow-control windows: rows see one that no response uses up.
 NO_WINDOW: Final = 1 << 40
-#: How long the rest of a refused request is read and dropped: closing at once would reset the connection and could take
-#: the answer away from the client before it has read it (RFC 9112 9.6).
-LINGER_NS: Final = to_ns(2)
 
 
 class Phase(enum.Enum):
@@ -53,6 +50,7 @@ TRANSITIONS: Final[dict[tuple[Phase, Input], Phase]] = {
     (Phase.READ, Input.CLOSE): Phase.LAST,
     (Phase.REPLY, Input.CLOSE): Phase.LAST,
     (Phase.LAST, Input.CLOSE): Phase.LAST,
+    (Phase.GONE, Input.CLOSE): Phase.GONE,
     **{(phase, Input.LOST): Phase.GONE for phase in Phase},
 }
 
@@ -62,7 +60,10 @@ class Http1Core:
 
     version = "1.1"
 
-    def __init__(self, config: ProtocolConfig, *, peer: str, tls: bool, shared: Shared) -> None:
+    def __init__(
+        self, config: ProtocolConfig, *, peer: str = "", tls: bool = False, shared: Shared | None = None,
+        now_ns: int = 0,
+    ) -> None:  # fmt: skip
         self.wake: Callable[[], None] | None = None
         self.rows: Any = None
         self.phase = Phase.READ
@@ -71,17 +72,16 @@ class Http1Core:
         self._config = config
         self._peer = peer
         self._scheme = "https" if tls else "http"
-        self._shared = shared
-        self._reader = RequestReader(config, shared)
+        self._shared = shared if shared is not None else Shared()
+        self._reader = RequestReader(config, self._shared, now_ns)
         self._reply: Http1Reply | None = None
         self._overrun = False  # more was sent ahead than we keep
-        self._now_ns = 0
-        self._linger_ns = 0
+        self._now_ns = now_ns
         self._out: list[Any] = []
         self._given = 0  # bytes handed to the transport, ever
         self._queued = 0  # of these, what it still holds
         self._taken_mark = 0  # bytes the peer had taken when it last made progress
-        self._progress_ns = 0
+        self._progress_ns = now_ns
 
     # What the shell calls
 
@@ -110,16 +110,24 @@ class Http1Core:
     def tick(self, now_ns: int) -> list[Event]:
         self._now_ns = now_ns
         events: list[Event] = []
-        if self._queued and now_ns - self._progress_ns >= to_ns(self._config.stall_timeout_s):
+        if self._queued and now_ns >= self._progress_ns + to_ns(self._config.stall_timeout_s):
             self._cancel("stalled", events)
             self._break(reset=True)
-        elif self.phase is Phase.READ:
+        elif self.phase is Phase.READ and now_ns >= self._reader.deadline_ns:
             try:
-                if self._reader.expired(now_ns):
-                    self._move(Input.CLOSE)
+                self._reader.expire()
+                self._move(Input.CLOSE)
             except Refused as refused:
                 self._fault(refused.error)
         return events
+
+    @property
+    def deadline_ns(self) -> int:
+        """Call `tick` then, at the latest."""
+        due = self._reader.deadline_ns if self.phase is Phase.READ else NEVER
+        if self._queued:
+            due = min(due, self._progress_ns + to_ns(self._config.stall_timeout_s))
+        return due
 
     def written(self, queued_bytes: int, now_ns: int) -> list[Event]:
         self._now_ns = now_ns
@@ -149,6 +157,14 @@ class Http1Core:
                 self._move(Input.CLOSE)
         self._call_wake()
 
+    def stop(self, now_ns: int) -> list[Event]:
+        """The end of the drain: a running response is cancelled, the connection closes."""
+        self._now_ns = now_ns
+        events: list[Event] = []
+        self._cancel("drain", events)
+        self._break(reset=False)
+        return events
+
     def take_output(self) -> list[Any]:
         out, self._out = self._out, []
         if out and not self._queued:
@@ -158,8 +174,8 @@ class Http1Core:
 
     @property
     def closing(self) -> bool:
-        """True also while output is outstanding; not while the rest of a refused request is read and dropped."""
-        return self.phase is Phase.GONE or (self.phase is Phase.LAST and self._now_ns >= self._linger_ns)
+        """True also while output is outstanding."""
+        return self.phase in (Phase.LAST, Phase.GONE)
 
     @property
     def open_replies(self) -> int:
@@ -258,14 +274,12 @@ class Http1Core:
         """Answer a request that has not been handed over with an error; the connection ends."""
         reply = self._new_reply(self._reader.head)
         self._move(Input.CLOSE)
-        self._linger_ns = self._now_ns + LINGER_NS
         self._reader.clear()
         reply.error(error)
 
     def _break(self, *, reset: bool) -> None:
         """Nothing follows what was written, and with `reset` not even that is flushed."""
         self._move(Input.CLOSE)
-        self._linger_ns = 0
         self._reader.clear()
         if reset:
             self.aborting = True

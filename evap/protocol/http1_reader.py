@@ -24,7 +24,7 @@ class RequestReader:
         "served",
     )  # fmt: skip
 
-    def __init__(self, config: ProtocolConfig, shared: Shared) -> None:
+    def __init__(self, config: ProtocolConfig, shared: Shared, now_ns: int) -> None:
         self.pending = bytearray()  #: what was received and not yet read
         self.head: Head | None = None
         self.served = 0
@@ -35,7 +35,7 @@ class RequestReader:
         self._parts: list[bytes] = []
         self._body_bytes = 0
         self._waits = False  # for 100 Continue
-        self._since_ns = -1  # when the present wait began; -1 before the first call
+        self._since_ns = now_ns  # when the present wait began
 
     @property
     def idle(self) -> bool:
@@ -51,20 +51,21 @@ class RequestReader:
         """The wait for the next request begins."""
         self._since_ns = now_ns
 
-    def expired(self, now_ns: int) -> bool:
-        """The connection has idled for too long. Raises Refused when a request that has begun does not arrive."""
-        if self._since_ns < 0:
-            self._since_ns = now_ns
-        config, waited = self._config, now_ns - self._since_ns
+    @property
+    def deadline_ns(self) -> int:
+        """When the present wait ends: for the next request, the rest of a head, or the next byte of a body."""
+        config = self._config
         if self.head is not None:
-            if waited >= to_ns(config.body_timeout_s):
-                raise Refused(RequestTimeout("the request's body did not arrive in time"))
-        elif self.pending:
-            if waited >= to_ns(config.header_timeout_s):
-                raise Refused(RequestTimeout("the request's head did not arrive in time"))
-        else:
-            return waited >= to_ns(config.idle_timeout_s if self.served else config.preface_timeout_s)
-        return False
+            return self._since_ns + to_ns(config.body_timeout_s)
+        if self.pending:
+            return self._since_ns + to_ns(config.header_timeout_s)
+        return self._since_ns + to_ns(config.idle_timeout_s if self.served else config.preface_timeout_s)
+
+    def expire(self) -> None:
+        """The deadline has passed. Raises Refused when a request had begun; else the connection has just idled."""
+        if not self.idle:
+            part = "body" if self.head is not None else "head"
+            raise Refused(RequestTimeout(f"the request's {part} did not arrive in time"))
 
     def next(self, now_ns: int) -> tuple[Head, bytes] | None:
         """The next request, if all of it is here. Raises Refused; nothing more can be read then."""

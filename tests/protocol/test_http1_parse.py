@@ -43,7 +43,8 @@ def test_a_plain_head() -> None:
 
 def test_request_head_splits_the_query_and_indexes_the_first_value() -> None:
     made = request_head(head(b"A: 1", b"a: 2", line=b"GET /p?q=1?2 HTTP/1.1"), scheme="https", peer="::1")
-    assert (made.path, made.query, made.scheme, made.authority, made.peer) == ("/p", "q=1?2", "https", "evap.test", "::1")
+    assert (made.path, made.query, made.scheme, made.peer) == ("/p", "q=1?2", "https", "::1")
+    assert made.authority == "evap.test"
     assert made.get(b"a") == b"1"
     assert made.version == "1.1"
 
@@ -109,8 +110,9 @@ def test_fields_that_are_refused(field: bytes) -> None:
         (b"Content-Length: 3, 3",), (b"Content-Length: +3",), (b"Content-Length: -3",), (b"Content-Length: 3 3",),
         (b"Content-Length:",), (b"Content-Length: 0x3",), (b"Content-Length: 3;",), (b"Content-Length: 3_0",),
         (b"Content-Length: " + b"9" * 19,), (b"Content-Length: " + b"1" * 5000,),
-        (b"Transfer-Encoding: gzip, chunked",), (b"Transfer-Encoding: chunked, gzip",), (b"Transfer-Encoding: xchunked",),
-        (b"Transfer-Encoding: identity",), (b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked"),
+        (b"Transfer-Encoding: gzip, chunked",), (b"Transfer-Encoding: chunked, gzip",),
+        (b"Transfer-Encoding: xchunked",), (b"Transfer-Encoding: identity",),
+        (b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked"),
         (b"Transfer-Encoding: chunked, chunked",), (b"Transfer-Encoding: \x0bchunked",), (b"Transfer-Encoding:",),
         (b"Transfer-Encoding: chunked, ",), (b"Transfer-Encoding: \"chunked\"",),
     ],
@@ -126,7 +128,7 @@ def test_chunked_is_refused_in_http_1_0() -> None:
 @pytest.mark.parametrize(
     "host",
     [
-        b"", b"Host:", b"Host: a\r\nHost: a", b"Host: a b", b"Host: user@evap.test", b"Host: evap.test/x", b"Host: a,b@c",
+        b"", b"Host:", b"Host: a\r\nHost: a", b"Host: a b", b"Host: user@evap.test", b"Host: a/x", b"Host: a,b@c",
         b"Host: http://evap.test", b"Host: evap.test:80x", b"Host: [::1", b"Host: \xc3\xa9", b"Host: a?b", b"Host: [x]",
     ],
 )  # fmt: skip
@@ -212,19 +214,24 @@ def test_chunked_in_any_portions(parts: list[bytes], cuts: list[int], data: st.D
 @pytest.mark.parametrize(
     "wire",
     [
-        b"\r\n", b"x\r\n", b"0x3\r\nabc\r\n", b"+3\r\nabc\r\n", b"-1\r\n", b" 3\r\nabc\r\n", b"3 \r\nabc\r\n", b"3\nabc\r\n",
-        b"3\t;a\r\nabc\r\n", b"3;\x00\r\n", b"3;a\rb\r\n", b"3\r\nabcd\r\n", b"3\r\nabc\n", b"3\r\nabc\rX", b"3\r\nabcX",
+        b"\r\n", b"x\r\n", b"0x3\r\nabc\r\n", b"+3\r\nabc\r\n", b"-1\r\n", b" 3\r\nabc\r\n", b"3 \r\nabc\r\n",
+        b"3\nabc\r\n",
+        b"3\t;a\r\nabc\r\n", b"3;\x00\r\n", b"3;a\rb\r\n", b"3\r\nabcd\r\n", b"3\r\nabc\n", b"3\r\nabc\rX",
+        b"3\r\nabcX",
         b"f" * 17 + b"\r\n", b"3_0\r\n", b"\n", b"3;" + b"x" * MAX_CHUNK_LINE_BYTES, b"0\r\n\n", b"0\r\nbad\r\n",
         b"0\r\n A: b\r\n", b"0\r\nA : b\r\n", b"0\r\nA: \x00\r\n", b"0\r\nA: b\rc\r\n",
     ],
 )  # fmt: skip
 def test_chunked_bodies_that_are_refused(wire: bytes) -> None:
-    for step in (len(wire), 1):
+    def feed(step: int) -> None:
         body, buffer = ChunkedBody(1 << 62), bytearray()
+        for at in range(0, len(wire), step):
+            buffer += wire[at : at + step]
+            body.feed(buffer)
+
+    for step in (len(wire), 1):
         with pytest.raises(Refused) as caught:
-            for at in range(0, len(wire), step):
-                buffer += wire[at : at + step]
-                body.feed(buffer)
+            feed(step)
         assert isinstance(caught.value.error, InvalidRequest)
 
 
