@@ -144,12 +144,13 @@ def _syntax(message: str, data: bytes, param: str) -> InvalidRequest:
     if path is not None:
         where = echo((param + path).lstrip("."))  # the keys are the client's
         return InvalidRequest(f"{where or 'the request body'} contains half of a surrogate pair", param=where or None)
+    subject = param or "the request body"
     if message.startswith("JSON is malformed"):
-        message = "the request body is not valid JSON" + message.removeprefix("JSON is malformed")
+        message = f"{subject} is not valid JSON" + message.removeprefix("JSON is malformed")
     elif "UTF-8" in message:
-        message = "the request body is not valid UTF-8"
+        message = f"{subject} is not valid UTF-8"
     else:
-        message = "the request body is not valid JSON: it ends too early"
+        message = f"{subject} is not valid JSON: it ends too early"
     return InvalidRequest(message, param=param or None)
 
 

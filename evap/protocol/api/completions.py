@@ -105,7 +105,7 @@ def _prompt(raw: msgspec.Raw) -> tuple[str | None, list[int] | None]:
 
 def _one(raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
     try:
-        return decode_small(raw, decoder, "prompt", len(raw))
+        return decode_small(raw, decoder, "prompt", len(raw))[0]
     except InvalidRequest as error:
         if error.param == "prompt":  # not something inside it: there are more of them
             message = "one prompt per request: send several prompts as several requests"
