@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 from evap.config import ProtocolConfig
 from evap.errors import Overloaded
 from evap.protocol.connection import Http2Core
-from evap.protocol.events import Core, Event
+from evap.protocol.events import Event
 from evap.protocol.gate import PREFACE
 from evap.protocol.headers import error_body
 from evap.protocol.http1 import Http1Core
@@ -126,7 +126,7 @@ class ServerProtocol(asyncio.Protocol):
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._core: Core | None = None
+        self._core: Http2Core | Http1Core | None = None
         self._transport: asyncio.Transport | None = None
         self._peer = ""
         self._tls = False
@@ -241,10 +241,8 @@ class ServerProtocol(asyncio.Protocol):
 
     def stop(self) -> None:
         core = self._core
-        if isinstance(core, Http2Core):
+        if core is not None:
             self._run(core.stop)
-        elif core is not None:
-            self._run(core.eof)
         self._close()
 
     def abort(self) -> None:
@@ -253,13 +251,13 @@ class ServerProtocol(asyncio.Protocol):
 
     # --- inside ---
 
-    def _start(self, kind: type[Http2Core] | type[Http1Core]) -> Core:
+    def _start(self, kind: type[Http2Core] | type[Http1Core]) -> Http2Core | Http1Core:
         hub = self._hub
-        core: Core
-        if kind is Http2Core:
-            core = Http2Core(hub.config, peer=self._peer, tls=self._tls, shared=hub.shared, now_ns=hub.clock())
-        else:
-            core = Http1Core(hub.config, peer=self._peer, tls=self._tls, shared=hub.shared)
+        core = kind(hub.config, peer=self._peer, tls=self._tls, shared=hub.shared, now_ns=hub.clock())
+        if kind is Http1Core and self._transport is not None:
+            # One response at a time: the next waits until this one has left, so "queued" has to be exact. (Over TLS a
+            # limit of 0 would be reached by an empty buffer.)
+            self._transport.set_write_buffer_limits(high=1 if self._tls else 0, low=0)
         core.wake = self._wake
         self._core = core
         return core
