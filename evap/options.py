@@ -323,6 +323,8 @@ def _check(config: Config) -> None:
         raise StartupError("TLS needs both a certificate and its key", remedy=f"add {missing} FILE.pem")
     if server.tls and server.tls_cert:
         raise StartupError("--tls self-signed and --tls-cert exclude each other", remedy="keep one of them")
+    if server.tls_client_ca and not (server.tls or server.tls_cert):
+        raise StartupError("--tls-client-ca asks for TLS", remedy="add --tls-cert and --tls-key, or --tls self-signed")
     if engine.rope_scaling and not _is_json_object(engine.rope_scaling):
         raise StartupError(
             "--rope-scaling is not a JSON object", remedy="""--rope-scaling '{"rope_type":"dynamic","factor":4}'"""
