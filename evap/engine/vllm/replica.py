@@ -1,0 +1,335 @@
+"""A vLLM engine as a Replica: start with progress, submit, cancel, batches, death, restart, stop.
+
+States: STARTING -> READY -> FAILED -> (back-off) -> STARTING -> READY ...; STOPPED at the end. A start that can never
+succeed (a bad option, a model that does not fit) raises StartupError from `start` and is not retried; a restart is,
+for ever, because it has worked before.
+
+Nothing of vLLM is imported before `start`, and then in a thread: the import alone takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from evap.config import EngineConfig
+from evap.engine.interface import OnBatch, OnState
+from evap.engine.vllm.progress import progress_of
+from evap.engine.vllm.runs import Runs
+from evap.engine.vllm.shared import Shared, parse_lines
+from evap.errors import EvapError, StartupError
+from evap.messages import EngineInfo, GenerateRequest, ReplicaState, SamplingParams, TokenBatch
+from evap.ring import RingReader
+
+if TYPE_CHECKING:
+    from evap.engine.vllm.client import Seam
+    from evap.engine.vllm.mapping import Mapper
+    from evap.engine.vllm.rows import Step
+
+logger = logging.getLogger(__name__)
+
+#: Engines start one after the other up to the point where their processes exist: vLLM reads its settings of logging
+#: and devices from this process's environment.
+_TURN: Final = threading.Lock()
+STOP_TIMEOUT_S: Final = 5.0
+FIRST_BACKOFF_S: Final = 0.5
+LONGEST_BACKOFF_S: Final = 30.0
+#: An engine that ran for so long has recovered: the next back-off begins at the first again.
+HEALTHY_S: Final = 60.0
+
+
+class VllmReplica:
+    """One engine core (with its workers). `gpus`: the devices it may use; empty: vLLM's choice."""
+
+    def __init__(self, config: EngineConfig, model_path: Path, *, gpus: Sequence[int] = (), number: int = 0) -> None:
+        self._config = config
+        self._path = model_path
+        self._gpus = gpus
+        self._name = f"vllm {number}" if number else "vllm"
+        self._state = ReplicaState.STARTING
+        self._info: EngineInfo | None = None
+        self._on_batch: OnBatch = lambda _batch: None
+        self._on_state: OnState = lambda _state, _line: None
+        self._runs = Runs()
+        self._mapper: Mapper | None = None
+        self._seam: Seam | None = None
+        self._shared: Shared | None = None
+        self._ring: RingReader | None = None
+        self._last_errors: list[str] = []
+        self._revival: asyncio.Task[None] | None = None
+        self._ready_at = 0.0
+        self._failures = 0
+        #: starts after a death
+        self.restarts = 0
+        #: requests whose tokens or counts off the ring differ from the engine's own; never, unless there is a bug
+        self.mismatches = 0
+
+    # The contract
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._state
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise RuntimeError("the engine has not been ready yet")
+        return self._info
+
+    @property
+    def running(self) -> int:
+        """Generations that have been submitted and have not ended."""
+        return len(self._runs)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """LoRA adapters that a client may name as the model."""
+        return tuple(self._mapper.adapters) if self._mapper is not None else ()
+
+    def listen(self, on_batch: OnBatch, on_state: OnState) -> None:
+        self._on_batch, self._on_state = on_batch, on_state
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._boot()
+        except StartupError as e:
+            self._set(ReplicaState.FAILED, e.message)
+            await self._close()
+            raise
+
+    def check(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest for what `submit` would refuse. May be called in a thread: the check of a grammar can
+        take milliseconds, and `submit` remembers it."""
+        if self._mapper is not None:
+            self._mapper.check(sampling, prompt_ids)
+
+    def submit(self, slot: int, generation: int, request: GenerateRequest) -> None:
+        """Raises InvalidRequest or NotFound for what the engine cannot take; then nothing was submitted."""
+        request_id = self._runs.open(slot, generation)
+        if self._state is not ReplicaState.READY or self._mapper is None or self._seam is None:
+            self._loop.call_soon(lambda: self._give(self._runs.fail([request_id])))
+            return
+        try:
+            built = self._mapper.build(request, request_id, time.time())
+        except EvapError:
+            self._runs.forget(request_id)
+            raise
+        self._seam.add(built)
+
+    def cancel(self, slot: int, generation: int) -> None:
+        request_id = self._runs.find(slot, generation)
+        if request_id is not None and self._seam is not None:
+            self._seam.abort(request_id)
+
+    async def stop(self) -> None:
+        self._set(ReplicaState.STOPPED, "stopped")
+        if self._revival is not None:
+            self._revival.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._revival
+        await self._close()
+        self._give(self._runs.fail())
+
+    # Starting
+
+    async def _boot(self) -> None:
+        self._set(ReplicaState.STARTING, "loading vLLM")
+        self._last_errors.clear()
+        shared = self._shared = Shared()
+        self._loop.add_reader(shared.log_fd, self._read_log)
+        turn = _Turn()
+        try:
+            vllm_config = await asyncio.to_thread(self._configure, shared, turn)
+            seam = self._seam = _seam(self._config, vllm_config, self)
+            if self._config.token_path == "scheduler":  # noqa: S105  # a way for tokens, not a secret
+                self._ring = RingReader(shared.ring, shared.capacity)
+                self._loop.add_reader(shared.bell_fd, self._read_bell)
+            await seam.open(turn.end)
+            self._mapper = await asyncio.to_thread(_mapper, vllm_config, self._config.lora)
+            await self._install_meter(seam, shared)
+            self._info = _info(self._config, vllm_config)
+        except (RuntimeError, ValueError, OSError, TimeoutError) as e:
+            self._read_log()
+            reason = self._last_errors[-1] if self._last_errors else f"{type(e).__name__}: {e}"
+            raise StartupError(f"vLLM did not start: {reason}", remedy="its log above says more") from e
+        finally:
+            turn.end()
+        self._ready_at = time.monotonic()
+        self._set(ReplicaState.READY, "ready")
+
+    def _configure(self, shared: Shared, turn: _Turn) -> Any:
+        """In a thread: imports vLLM, checks it, and makes the engine's configuration."""
+        turn.begin()
+        from evap.engine.vllm.environment import prepare_environment  # noqa: PLC0415
+
+        prepare_environment(self._config, os.environ)
+        from evap.engine.vllm import names, options  # noqa: PLC0415
+
+        moved = names.moved()
+        if moved:
+            raise StartupError(
+                f"vLLM {names.VERSION} is not the vLLM that evap was written for: " + "; ".join(moved[:5]),
+                remedy="pip install 'vllm>=0.32,<0.34', or --vllm-seam async-llm",
+            )
+        return options.engine_config(self._config, self._path, shared, self._gpus)
+
+    async def _install_meter(self, seam: Seam, shared: Shared) -> None:
+        """Our worker extension wraps the sampler; only the workers whose samples count say that they did."""
+        try:
+            await seam.call("collective_rpc", "evap_install", None, (shared.settings,), None)
+        except RuntimeError as e:
+            raise StartupError(f"the meter cannot be installed in vLLM's worker: {e}") from e
+
+    # From the seam (client.Sink)
+
+    def on_step(self, step: Step) -> None:
+        ids, tokens, rows, accounts = step
+        self._drain_ring()
+        self._give(self._runs.step(ids, tokens, rows))
+        for account in accounts:
+            complaint = self._runs.settle(account.request_id, account.count, account.fingerprint)
+            if complaint is not None:
+                self.mismatches += 1
+                logger.error("%s: tokens do not reconcile: %s", self._name, complaint)
+
+    def on_aborted(self, ids: Sequence[str]) -> None:
+        self._drain_ring()
+        self._give(self._runs.cancelled(ids))
+
+    def on_death(self, reason: str) -> None:
+        self._drain_ring()
+        self._read_log()
+        if self._last_errors:
+            reason = f"{reason} ({self._last_errors[-1]})"
+        self._failures = 0 if time.monotonic() - self._ready_at > HEALTHY_S else self._failures + 1
+        self._set(ReplicaState.FAILED, reason)
+        self._give(self._runs.fail())
+        if self._revival is None or self._revival.done():
+            self._revival = self._loop.create_task(self._revive())
+
+    async def _revive(self) -> None:
+        """Start again, with growing pauses, until it works or `stop` ends it."""
+        while self._state is ReplicaState.FAILED:
+            await self._close()
+            pause = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self._failures, 10))
+            self._on_state(ReplicaState.FAILED, f"starting again in {pause:g} s")
+            await asyncio.sleep(pause)
+            self.restarts += 1
+            try:
+                await self._boot()
+            except StartupError as e:
+                self._failures += 1
+                self._set(ReplicaState.FAILED, e.message)
+
+    def _give(self, batch: TokenBatch | None) -> None:
+        if batch is not None:
+            self._on_batch(batch)
+
+    # Shared memory and pipes
+
+    def _read_bell(self) -> None:
+        if self._shared is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._shared.bell_fd, 1 << 16)
+            self._drain_ring()
+
+    def _drain_ring(self) -> None:
+        while self._ring is not None and (batch := self._ring.poll()) is not None:
+            self._give(self._runs.ring(batch))
+
+    def _read_log(self) -> None:
+        if self._shared is None:
+            return
+        try:
+            data = os.read(self._shared.log_fd, 1 << 18)
+        except BlockingIOError:
+            return
+        for level, process, message in parse_lines(data):
+            logger.log(level if level >= logging.WARNING else logging.DEBUG, "%s: %s: %s", self._name, process, message)
+            if level >= logging.ERROR:
+                self._last_errors = [*self._last_errors[-4:], message.strip().splitlines()[-1][:300]]
+            line = progress_of(message)
+            if line and self._state is ReplicaState.STARTING:
+                self._on_state(ReplicaState.STARTING, line)
+
+    # The end
+
+    def _set(self, state: ReplicaState, line: str) -> None:
+        if self._state is not ReplicaState.STOPPED:
+            self._state = state
+            self._on_state(state, line)
+
+    async def _close(self) -> None:
+        seam, self._seam = self._seam, None
+        if seam is not None:
+            await seam.close(STOP_TIMEOUT_S)
+        self._mapper = None
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            self._loop.remove_reader(shared.bell_fd)
+            self._loop.remove_reader(shared.log_fd)
+            shared.close()
+
+    def pids(self) -> list[int]:
+        """Processes of the engine core; for tests and the doctor."""
+        return self._seam.pids() if self._seam is not None else []
+
+
+class _Turn:
+    """Holds _TURN from `begin` (in a thread) to `end` (from anywhere, any number of times)."""
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def begin(self) -> None:
+        _TURN.acquire()
+        self._held = True
+
+    def end(self) -> None:
+        if self._held:
+            self._held = False
+            _TURN.release()
+
+
+def _seam(config: EngineConfig, vllm_config: Any, replica: VllmReplica) -> Seam:
+    if config.vllm_seam == "async-llm":
+        from evap.engine.vllm.llm import LlmSeam  # noqa: PLC0415
+
+        return LlmSeam(vllm_config, replica)
+    from evap.engine.vllm.client import CoreSeam  # noqa: PLC0415
+
+    return CoreSeam(vllm_config, replica)
+
+
+def _mapper(vllm_config: Any, lora: Sequence[str]) -> Mapper:
+    from evap.engine.vllm.mapping import Mapper  # noqa: PLC0415
+
+    return Mapper(vllm_config, lora)
+
+
+def _info(config: EngineConfig, vllm_config: Any) -> EngineInfo:
+    from evap.engine.vllm import names  # noqa: PLC0415
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * cache.block_size
+    return EngineInfo(
+        engine="vllm",
+        device=str(vllm_config.device_config.device_type),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=int(model.max_model_len),
+        vocab_size=int(model.get_vocab_size()),
+        max_running=int(vllm_config.scheduler_config.max_num_seqs),
+        kv_tokens=int(tokens),
+        version=names.VERSION,
+    )

@@ -1,0 +1,152 @@
+"""What evap's process and the engine's processes share: the token ring's memory, its doorbell, the engine's log lines.
+
+All of it is files in one private directory (memory-backed where there is /dev/shm): the engine's processes are started
+by vLLM, which passes on a configuration but no file descriptors. Nothing here imports vLLM, torch or sockets.
+
+Doorbell: a FIFO. The engine writes one byte after it has written records; a full FIFO already wakes the reader.
+Log lines: a FIFO too; one line of at most PIPE_BUF bytes is one atomic write, and a full FIFO loses lines, not time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import select
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from evap.ring import ring_bytes
+
+Prints: TypeAlias = npt.NDArray[np.uint64]
+
+#: Key of our settings in vLLM's `additional_config`, which reaches the scheduler and the workers.
+CONFIG_KEY: Final = "evap"
+RING_RECORDS: Final = 1 << 14
+FINGERPRINT_SEED: Final = 0x9E3779B97F4A7C15
+_MIX: Final = np.uint64(0xBF58476D1CE4E5B9)
+_LEVELS: Final = {logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL}
+
+
+def fingerprints(tokens: npt.NDArray[Any], index: npt.NDArray[Any]) -> Prints:
+    """uint64 per token, from its id and its position; the sum over a generation tells which tokens stood where."""
+    x = np.asarray(tokens).astype(np.uint32).astype(np.uint64) << np.uint64(32)
+    x |= np.asarray(index).astype(np.uint64) & np.uint64(0xFFFF_FFFF)
+    x ^= x >> np.uint64(30)
+    x *= _MIX
+    x ^= x >> np.uint64(27)
+    return x * _MIX | np.uint64(1)
+
+
+def fingerprint(tokens: list[int]) -> int:
+    """The fingerprint of a whole generation."""
+    total = fingerprints(np.array(tokens, np.int64), np.arange(len(tokens))).sum(dtype=np.uint64)
+    return (FINGERPRINT_SEED + int(total)) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+class Bell:
+    """The ringing end of the doorbell (in the engine's process)."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._fd, b"!")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Shared:
+    """The directory, made by evap's process for one start of an engine.
+
+    ring: the token ring's memory; bell_fd, log_fd: reading ends, non-blocking. `settings` goes to the engine.
+    """
+
+    def __init__(self, *, capacity: int = RING_RECORDS) -> None:
+        base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  # memory, not a place for files
+        self.path = Path(tempfile.mkdtemp(prefix="evap-vllm-", dir=base))
+        self.capacity = capacity
+        self.ring_path = self.path / "ring"
+        with self.ring_path.open("wb") as file:
+            file.truncate(ring_bytes(capacity))
+        self.ring = map_file(self.ring_path)
+        self.bell_fd = _fifo(self.path / "bell")
+        self.log_fd = _fifo(self.path / "log")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"ring": str(self.ring_path), "capacity": self.capacity, "bell": str(self.path / "bell")}
+
+    def logging_file(self) -> str:
+        """A logging configuration (JSON, dictConfig) with which vLLM's processes send their lines here."""
+        handler = {"()": f"{__name__}.PipeHandler", "path": str(self.path / "log"), "level": "INFO"}
+        wanted = {"handlers": ["evap"], "level": "INFO", "propagate": False}
+        document = {"version": 1, "disable_existing_loggers": False, "handlers": {"evap": handler}}
+        path = self.path / "logging.json"
+        path.write_text(json.dumps({**document, "loggers": {"vllm": wanted}}))
+        return str(path)
+
+    def close(self) -> None:
+        """Remove it. Readers of the ring must have let go of the memory."""
+        for fd in (self.bell_fd, self.log_fd):
+            os.close(fd)
+        self.ring.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def map_file(path: str | Path) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def _fifo(path: Path) -> int:
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # also for writing: so it never reports the end of the file
+
+
+class PipeHandler(logging.Handler):
+    """Log records of a vLLM process, one JSON array [level, process, message] a line."""
+
+    def __init__(self, path: str, level: int | str = logging.INFO) -> None:
+        super().__init__(level)
+        self._fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self._line(record, 3000)
+            if len(line) > select.PIPE_BUF:
+                line = self._line(record, 600)
+            os.write(self._fd, line)
+        except (OSError, ValueError, TypeError):
+            pass  # evap is gone, or does not read: nobody to tell
+
+    def _line(self, record: logging.LogRecord, most: int) -> bytes:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[0] is not None:
+            text += f" ({record.exc_info[0].__name__}: {record.exc_info[1]})"
+        return json.dumps([record.levelno, record.processName, text[:most]]).encode() + b"\n"
+
+
+def parse_lines(data: bytes) -> list[tuple[int, str, str]]:
+    """(level, process, message) per whole line; a line that is not ours is dropped."""
+    found: list[tuple[int, str, str]] = []
+    for line in data.splitlines():
+        try:
+            level, process, message = json.loads(line)
+        except ValueError:
+            continue
+        if level in _LEVELS:
+            found.append((level, str(process), str(message)))
+    return found
