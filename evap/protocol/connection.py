@@ -15,17 +15,9 @@ from evap.config import ProtocolConfig
 from evap.errors import EvapError
 from evap.protocol import deadlines, hpack_out
 from evap.protocol import headers as code
-from evap.protocol.events import (
-    Event,
-    HeaderList,
-    PeerGone,
-    Reply,
-    RequestReady,
-    RowsHost,
-    StreamCancelled,
-    WindowOpened,
-)
-from evap.protocol.gate import DATA, PREFACE, Gate, Violation
+from evap.protocol.events import Event, HeaderList, PeerGone, Reply, RequestReady, RowsHost, StreamCancelled
+from evap.protocol.events import WindowOpened as Opened
+from evap.protocol.gate import Gate, Violation
 from evap.protocol.h2seam import ServerConnection
 from evap.protocol.inbound import Inbound
 from evap.protocol.limits import HIGH_WATER, NEVER, WINDOW_CREDIT, Budgets, Shared, WriteProgress, to_ns
@@ -62,8 +54,8 @@ class Http2Core:
         self._gate = Gate(config.max_header_list_bytes)
         self.inbound = Inbound(self)
         self._server = hpack_out.field(b"server", server_header)
-        self._preface = PREFACE
         self._closing = self._gone = self._busy = False
+        self.aborting = False  # close without waiting for what is queued: the peer does not read
         self.writes = WriteProgress(now_ns)
         self.started_ns = now_ns
         self.active_ns = now_ns
@@ -78,14 +70,11 @@ class Http2Core:
         self.now_ns = self.active_ns = now_ns
         self._busy = True
         try:
-            if self._preface:
-                data = self._take_preface(data)
             gate = self._gate
             gate.feed(data)
             for frame in gate.frames():
                 self.inbound.handle(frame)
-            waiting = gate.waiting
-            if waiting is None or waiting == DATA:
+            if not gate.partial:
                 self.partial_ns = None
             elif self.partial_ns is None:
                 self.partial_ns = now_ns
@@ -293,13 +282,6 @@ class Http2Core:
         if not self._busy and self.wake is not None:
             self.wake()
 
-    def _take_preface(self, data: bytes) -> bytes:
-        size = min(len(data), len(self._preface))
-        if data[:size] != self._preface[:size]:
-            raise Violation(code.PROTOCOL_ERROR, "not an HTTP/2 preface")
-        self._preface = self._preface[size:]
-        return data[size:]
-
     def _finish_call(self) -> list[Event]:
         """At the end of every call that returns events: hand requests over, flush, collect."""
         events = self.events
@@ -324,7 +306,7 @@ class Http2Core:
             opened = self.outbox.drain(self.now_ns, HIGH_WATER - self.writes.queued)
             for stream in opened:
                 if stream.alive:
-                    self.events.append(WindowOpened(stream))
+                    self.events.append(Opened(stream))
             self.arm(self.now_ns + to_ns(self.config.stall_timeout_s))
 
     def _leave_if_done(self) -> None:

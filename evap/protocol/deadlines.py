@@ -35,8 +35,10 @@ def _expire(core: Http2Core, since_ns: int, seconds: float, error: int, reason: 
     if core.now_ns < due:
         core.arm(due)
     elif not core.closing:
+        stalled = core.writes.queued > 0
         core.goodbye(error, reason)
-        core.cancel_all("stalled" if core.writes.queued else "protocol_error")
+        core.cancel_all("stalled" if stalled else "protocol_error")
+        core.aborting = stalled
 
 
 def check_stream(core: Http2Core, stream: Stream) -> None:

@@ -94,13 +94,14 @@ ANY_FORM: Final = Form(None, 0, None)
 
 
 class Gate:
-    """Splits the bytes after the preface into frames."""
+    """Takes the preface off and splits the rest into frames."""
 
-    __slots__ = ("_block_limit", "_data", "_first", "_fragments", "_head", "_pos")
+    __slots__ = ("_block_limit", "_data", "_first", "_fragments", "_head", "_pos", "_preface")
 
     def __init__(self, max_header_list_bytes: int) -> None:
         #: HPACK makes a block smaller than its list, except for tiny fields; the list itself is counted by the decoder.
         self._block_limit = max_header_list_bytes
+        self._preface = PREFACE
         self._data = b""
         self._pos = 0
         self._first = True
@@ -108,17 +109,21 @@ class Gate:
         self._fragments: list[bytes] = []
 
     @property
-    def waiting(self) -> int | None:
-        """The type of the frame that is incomplete (CONTINUATION while a header block is open); None at a boundary.
-        -1 when not even a frame header is there."""
+    def partial(self) -> bool:
+        """A header block is open, or a frame other than DATA is incomplete (a slow body has a deadline of its own)."""
         if self._head is not None:
-            return CONTINUATION
+            return True
         rest = len(self._data) - self._pos
-        if rest == 0:
-            return None
-        return self._data[self._pos + 3] if rest >= 9 else -1
+        return (rest > 3 and self._data[self._pos + 3] != DATA) or 0 < rest <= 3
 
     def feed(self, data: bytes) -> None:
+        """Raises Violation for a wrong preface (RFC 9113 3.4)."""
+        if self._preface:
+            size = min(len(data), len(self._preface))
+            if data[:size] != self._preface[:size]:
+                raise Violation(code.PROTOCOL_ERROR, "not an HTTP/2 preface")
+            self._preface = self._preface[size:]
+            data = data[size:]
         rest = self._data[self._pos :] if self._pos < len(self._data) else b""
         self._data = rest + data if rest else data
         self._pos = 0
@@ -185,7 +190,7 @@ class Gate:
             self._fragments = [fragment]
             return None
         started = self._head
-        assert started is not None  # noqa: S101 - _check let it pass
+        assert started is not None
         self._fragments.append(raw[9:])
         if len(self._fragments) > MAX_CONTINUATIONS + 1 or sum(map(len, self._fragments)) > self._block_limit:
             raise Violation(code.ENHANCE_YOUR_CALM, "header block too long")

@@ -117,6 +117,11 @@ class ServerConnection(H2Connection):
             self.data_to_send()  # h2's own GOAWAY; ours has a better code and a reason
             raise Violation(int(error.error_code), type(error).__name__) from error
 
+    def _connection(self, event: ConnectionInputs) -> None:
+        """In SERVER_OPEN, HEADERS and DATA change nothing: no need to ask (10 look-ups a request)."""
+        if self.state_machine.state is not _OPEN:
+            self.state_machine.process_input(event)
+
     # --- in ---
 
     def decode(self, block: bytes) -> Fields:
@@ -130,7 +135,7 @@ class ServerConnection(H2Connection):
 
     def open_request(self, sid: int, *, ended: bool) -> H2Stream:
         """Seam G, after `decode`: HEADERS on a stream id that is odd and higher than any before."""
-        self.state_machine.process_input(_C.RECV_HEADERS)
+        self._connection(_C.RECV_HEADERS)
         stream = H2Stream(
             sid,
             config=self.config,
@@ -147,14 +152,14 @@ class ServerConnection(H2Connection):
 
     def trailers(self, stream: H2Stream) -> None:
         """Seam G: trailing HEADERS with END_STREAM on a stream whose body was coming."""
-        self.state_machine.process_input(_C.RECV_HEADERS)
+        self._connection(_C.RECV_HEADERS)
         stream.state_machine.process_input(_S.RECV_HEADERS)
         stream.state_machine.process_input(_S.RECV_END_STREAM)
 
     def body(self, stream: H2Stream, size: int, *, ended: bool) -> None:
         """Seam G: DATA of `size` flow-controlled octets on a stream whose body was coming; credited at once."""
         try:
-            self.state_machine.process_input(_C.RECV_DATA)
+            self._connection(_C.RECV_DATA)
             self._inbound_flow_control_window_manager.window_consumed(size)
             stream.state_machine.process_input(_S.RECV_DATA)
             stream._inbound_window_manager.window_consumed(size)
@@ -173,7 +178,7 @@ class ServerConnection(H2Connection):
 
     def head(self, stream: H2Stream, block: bytes, *, end: bool, informational: bool = False) -> bytes:
         """Seam F: HEADERS (and CONTINUATIONs) with an encoded block: a response head, 1xx, or trailers."""
-        self.state_machine.process_input(_C.SEND_HEADERS)
+        self._connection(_C.SEND_HEADERS)
         inputs = stream.state_machine.process_input
         inputs(_S.SEND_INFORMATIONAL_HEADERS if informational else _S.SEND_HEADERS)
         if end:
@@ -191,7 +196,7 @@ class ServerConnection(H2Connection):
 
     def data_header(self, stream: H2Stream, size: int, *, end: bool) -> bytes:
         """Seam E: the nine octets before `size` octets of DATA. size <= both windows (or 0) and <= MAX_FRAME."""
-        self.state_machine.process_input(_C.SEND_DATA)
+        self._connection(_C.SEND_DATA)
         inputs = stream.state_machine.process_input
         inputs(_S.SEND_DATA)
         if end:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from evap.errors import BodyTooLarge, HeadersTooLarge, Overloaded
 from evap.protocol import gate
 from evap.protocol import headers as code
+from evap.protocol.events import RequestHead
 from evap.protocol.gate import Frame, SettingsFilter, Violation
 from evap.protocol.h2seam import SettingsAcknowledged, StreamReset
 from evap.protocol.hpack_in import Fields, OversizedList
 from evap.protocol.hpack_out import NO_TABLE
 from evap.protocol.limits import MAX_FRAME, TINY_DATA, to_ns
-from evap.protocol.request_head import Malformed, check_trailers, parse
+from evap.protocol.request_head import Head, Malformed, check_trailers, parse
 from evap.protocol.stream import Action, Input, State, Stream
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 SETTINGS_COST: Final = 4.0
 #: Bytes of a priority field value that are kept.
 MAX_PRIORITY: Final = 64
+_NO_HEAD: Final = Head(RequestHead("", "", "", (), "2", "", "", ""), None, None, False)
 
 
 class Inbound:
@@ -32,6 +35,7 @@ class Inbound:
         self._conn = core.conn
         self._filter = SettingsFilter()
         self._priorities: dict[int, bytes] = {}  # PRIORITY_UPDATE for streams that are still idle
+        self._last: tuple[Fields | None, bool, Head] = (None, False, _NO_HEAD)
         self.greeted = False  # the client's first SETTINGS are here
         self._handlers = {
             gate.DATA: self._data,
@@ -92,18 +96,23 @@ class Inbound:
 
     def _request(self, stream: Stream, fields: Fields, *, ended: bool) -> None:
         core = self._core
-        try:
-            parsed = parse(fields, peer=core.peer, ended=ended)
-        except Malformed:
-            self._malformed(stream)
-            return
+        if fields is self._last[0] and ended is self._last[1]:
+            parsed = self._last[2]  # the decoder remembers blocks: the same list is the same request head
+        else:
+            try:
+                parsed = parse(fields, peer=core.peer, ended=ended)
+            except Malformed:
+                self._malformed(stream)
+                return
+            self._last = (fields, ended, parsed)
         head = parsed.head
         stream.head = head
         stream.length = parsed.length
         stream.no_body = head.method == "HEAD"
         early = self._priorities.pop(stream.stream_id, None)
         if early is not None:
-            head.index[b"priority"] = stream.urgency = early
+            stream.urgency = early
+            stream.head = replace(head, index={**head.index, b"priority": early})
         if parsed.refusal is not None:
             core.answer(stream, parsed.refusal)
         elif parsed.length is not None and parsed.length > core.config.max_body_bytes:

@@ -269,6 +269,7 @@ class ServerProtocol(asyncio.Protocol):
 
     def _run(self, call: Callable[..., list[Event]], *args: Any) -> None:
         """One call of the core with the time, its events, and what it has to write."""
+        self._marked = True  # the flush below writes what the handlers of these events answer
         try:
             self._dispatch(call(*args, self._hub.clock()))
         except Exception:  # noqa: BLE001 - rule 5
