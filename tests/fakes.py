@@ -32,13 +32,13 @@ class FakeCore:
             self.windows[stream_id] -= n
             assert self.windows[stream_id] >= 0
 
-    def spend_connection(self, n: int) -> None:
-        self.connection_window -= n
-        assert self.connection_window >= 0
-
-    def append_raw(self, data: Any, frames: int) -> None:
+    def take_rows(self, data: Any, frames: int, charge: int) -> bool:
         assert len(data) % frames == 0
+        if self.connection_window < charge or not self.writable:
+            return False
+        self.connection_window -= charge
         self.output.append(data)
+        return True
 
     def acquire(self, reply: Any) -> int | None:
         if not reply.alive or reply.buffered or not getattr(reply, "started", True):

@@ -155,7 +155,7 @@ class Core(Protocol):
 class RowsHost(Protocol):
     """Whoever writes DATA frames of its own (the row buffers) and therefore keeps stream windows of its own.
 
-    The connection's window always lives in the core: call `spend_connection` in the step that calls `append_raw`.
+    The connection's window always lives in the core, which takes what `take_rows` is given off it.
     A stream's window lives with the host between `acquire` and `on_rows(stream_id, False)`.
     """
 
@@ -201,9 +201,8 @@ class RowCore(Protocol):
         """Take n bytes off the stream's window, and nothing else. Ignored for a closed stream."""
         ...
 
-    def spend_connection(self, n: int) -> None: ...
-
-    def append_raw(self, data: bytes | memoryview, frames: int) -> None:
-        """Ready DATA frames (`frames` of them), in order with everything else. `data` is kept by reference until it is
-        written: give it away."""
+    def take_rows(self, data: bytes | memoryview, frames: int, charge: int) -> bool:
+        """Ready DATA frames (`frames` of them), in order with everything else, that flow control counts as `charge`
+        bytes. False, and nothing happens, if the connection's window is smaller or its transport is backed up.
+        `data` is kept by reference until it is written: give it away."""
         ...

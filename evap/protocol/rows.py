@@ -18,7 +18,6 @@ Rules:
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import struct
 from typing import Final
@@ -33,6 +32,8 @@ IntArray = npt.NDArray[np.int32]
 
 _H2_HEAD: Final = struct.Struct(">HBBBL")
 OFF: Final = -1
+#: a group's key is format * _LANES + lane, in 31 bits
+_LANES: Final = 1 << 22
 
 
 class _Format:
@@ -203,11 +204,26 @@ class RowTable:
         if not every:
             lanes, fields = lanes[ok], fields[ok]
         forms = self.form[chosen]
-        fits = self._windows(chosen, self._charges[forms])
+        charges = self._charges[forms]
+        cells = self.cell[chosen]
+        single = self._unique(cells)
+        fits = self._fits(cells, charges, single)
         if not fits.all():
             ok[np.flatnonzero(ok)[~fits]] = False
+            if not fits.any():
+                return ok
             chosen, lanes, forms, fields = chosen[fits], lanes[fits], forms[fits], fields[fits]
-        self._write(slots, chosen, lanes, forms, fields, ok)
+            charges, cells = charges[fits], cells[fits]
+        refused = self._write(chosen, lanes, forms, fields)
+        if refused is not None:
+            ok[np.flatnonzero(ok)[refused]] = False
+            chosen, charges, cells = chosen[~refused], charges[~refused], cells[~refused]
+        if single:
+            self.window[cells] -= charges
+            self.delivered[chosen] += 1
+        else:
+            np.subtract.at(self.window, cells, charges)
+            np.add.at(self.delivered, chosen, 1)
         return ok
 
     def _whole_slots(self, slots: IntArray, ok: BoolArray) -> None:
@@ -217,12 +233,11 @@ class RowTable:
         ok &= ~self._mark[slots]
         self._mark[bad] = False
 
-    def _windows(self, slots: IntArray, widths: npt.NDArray[np.int64]) -> BoolArray:
+    def _fits(self, cells: IntArray, charges: npt.NDArray[np.int64], single: bool) -> BoolArray:
         """True where the stream's window takes all its records of this batch."""
-        cells = self.cell[slots]
-        if self._unique(cells):
-            return np.asarray(self.window[cells] >= widths)
-        need = np.bincount(cells, weights=widths, minlength=self.max_slots)
+        if single:
+            return np.asarray(self.window[cells] >= charges)
+        need = np.bincount(cells, weights=charges, minlength=self.max_slots)
         return np.asarray(self.window[cells] >= need[cells])
 
     def _unique(self, cells: IntArray) -> bool:
@@ -231,48 +246,56 @@ class RowTable:
         return bool((self._stamp[cells] == numbers).all())
 
     def _write(
-        self,
-        slots: IntArray,
-        chosen: IntArray,
-        lanes: IntArray,
-        forms: IntArray,
-        fields: npt.NDArray[np.void],
-        ok: BoolArray,
-    ) -> None:
-        """One gather per connection and format. A connection without room gives its records back."""
-        keys = lanes * 256 + forms
-        if len(keys) and (keys[0] == keys).all():
-            groups = [slice(0, len(keys))]
-        else:
+        self, slots: IntArray, lanes: IntArray, forms: IntArray, fields: npt.NDArray[np.void]
+    ) -> BoolArray | None:
+        """One gather per format, one append per connection. True where a connection has no room; None: nowhere."""
+        keys = forms * _LANES + lanes
+        order = None
+        if (keys[1:] < keys[:-1]).any():
             order = np.argsort(keys, kind="stable")
-            chosen, keys, fields = chosen[order], keys[order], fields[order]
-            edges = np.flatnonzero(keys[1:] != keys[:-1]) + 1
-            bounds = [0, *edges.tolist(), len(keys)]
-            groups = [slice(a, b) for a, b in itertools.pairwise(bounds) if b > a]
-        for group in groups:
-            lane = self._lane(int(keys[group.start]) >> 8)
-            form = self._formats[int(keys[group.start]) & 255]
-            members = chosen[group]
-            need = len(members) * form.charge
-            if lane.core.connection_window < need or not lane.core.writable:
-                self._mark[members] = True
-                ok &= ~self._mark[slots]
-                self._mark[members] = False
-                continue
-            out = form.rows[members]
-            out["text"] = fields[group]
-            lane.core.append_raw(out.view(np.uint8).data, len(members))
-            lane.core.spend_connection(need)
-            self._count(members, form.charge)
+            slots, keys, fields = slots[order], keys[order], fields[order]
+        edges = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+        bounds = [0, *edges.tolist(), len(keys)]
+        refused: BoolArray | None = None
+        done = 0
+        while done < len(bounds) - 1:
+            number = int(keys[bounds[done]]) // _LANES
+            last = done
+            while last < len(bounds) - 1 and int(keys[bounds[last]]) // _LANES == number:
+                last += 1
+            refused = self._write_format(number, keys, slots, fields, bounds[done : last + 1], refused)
+            done = last
+        if refused is not None and order is not None:
+            back = np.zeros_like(refused)
+            back[order] = refused
+            return back
+        return refused
 
-    def _count(self, members: IntArray, charge: int) -> None:
-        cells = self.cell[members]
-        if self._unique(cells):
-            self.window[cells] -= charge
-            self.delivered[members] += 1
-        else:
-            np.subtract.at(self.window, cells, charge)
-            np.add.at(self.delivered, members, 1)
+    def _write_format(
+        self,
+        number: int,
+        keys: IntArray,
+        slots: IntArray,
+        fields: npt.NDArray[np.void],
+        bounds: list[int],
+        refused: BoolArray | None,
+    ) -> BoolArray | None:
+        """Rows of one format: bounds[k]:bounds[k + 1] are those of one connection."""
+        form = self._formats[number]
+        first = bounds[0]
+        out = form.rows[slots[first : bounds[-1]]]
+        out["text"] = fields[first : bounds[-1]]
+        data = out.view(np.uint8).data
+        width, charge, lanes = form.width, form.charge, self._lanes
+        for lane_key, a, b in zip(keys[bounds[:-1]].tolist(), bounds, bounds[1:], strict=False):
+            lane = lanes[lane_key % _LANES]
+            assert lane is not None
+            if lane.core.take_rows(data[(a - first) * width : (b - first) * width], b - a, (b - a) * charge):
+                continue
+            if refused is None:
+                refused = np.zeros(len(slots), np.bool_)
+            refused[a:b] = True
+        return refused
 
     # Formats and lanes
 
