@@ -1,17 +1,16 @@
 """Invariant: any body is a ParsedRequest or an InvalidRequest, whose message has at most 1 KiB and repeats at most 64
 bytes of the body. Nothing else is ever raised, for either dialect.
 
-Run with atheris: `python fuzz/chat_json.py fuzz/corpus/chat_json`.
+Run: `python -m fuzz.chat_json --seconds 60`.
 """
 
 from __future__ import annotations
-
-import sys
 
 from evap.errors import MAX_ECHO_BYTES, MAX_MESSAGE_BYTES, InvalidRequest
 from evap.messages import ParsedRequest
 from evap.protocol.api.dialect import Dialect
 from evap.protocol.api.router import dialects
+from fuzz.runner import main
 
 DIALECTS = tuple(dialects().values())
 
@@ -40,7 +39,4 @@ def one_input(data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    import atheris
-
-    atheris.Setup(sys.argv, one_input)
-    atheris.Fuzz()
+    main(one_input, "chat_json")

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evap.errors import InvalidRequest
@@ -64,6 +64,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=max(30, settings().max_examples // 3))  # slow to generate
 @given(BODIES)
 def test_bodies_that_resemble_requests(body: Any) -> None:
     chat_json.one_input(json.dumps(body).encode())

@@ -15,7 +15,7 @@ from msgspec import Meta
 from evap.errors import InvalidRequest, echo
 from evap.messages import LogprobText, ParsedRequest
 from evap.protocol.api import fields, render
-from evap.protocol.api.body import ABSENT, check_depth, decode, decode_small, is_set, unsupported
+from evap.protocol.api.body import ABSENT, decode, decode_small, is_set, unsupported
 from evap.protocol.api.dialect import Renderer
 
 MAX_MESSAGES: Final = 65_536
@@ -64,7 +64,7 @@ class ChatBody(fields.CommonFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: msgspec.Raw = ABSENT
-    tool_choice: str | dict[str, msgspec.Raw] | None = None
+    tool_choice: msgspec.Raw = ABSENT
     chat_template_kwargs: msgspec.Raw = ABSENT
     modalities: list[str] | None = None
     add_generation_prompt: bool | None = None
@@ -130,7 +130,7 @@ def _check(request: ChatBody) -> None:
         raise unsupported("continue_final_message")
     if request.echo:
         raise unsupported("echo")
-    if request.tool_choice not in (None, "none", "auto"):
+    if is_set(request.tool_choice) and bytes(request.tool_choice) not in (b'"none"', b'"auto"'):
         raise InvalidRequest(
             "tool_choice must be 'none' or 'auto': this engine cannot be made to call a tool",
             param="tool_choice", code="unsupported_parameter",
@@ -157,7 +157,7 @@ def _template_args(request: ChatBody) -> dict[str, Any]:
         tools = decode_small(request.tools, _TOOLS, "tools", MAX_TOOLS_BYTES)
         for i, tool in enumerate(tools):
             _check_tool(tool, f"tools[{i}]")
-        if tools and request.tool_choice != "none":
+        if tools and bytes(request.tool_choice) != b'"none"':
             args["tools"] = tools
     return args
 
@@ -222,9 +222,8 @@ def _tool_call(call: ToolCall, param: str) -> dict[str, Any]:
     if call.type not in (None, "function"):
         raise InvalidRequest(f"{param}.type must be 'function'", param=f"{param}.type")
     where = f"{param}.function.arguments"
-    text = (call.function.arguments or "{}").encode()
-    check_depth(text)
-    arguments = decode_small(msgspec.Raw(text), _OBJECT, where, MAX_ARGUMENTS_BYTES)
+    text = msgspec.Raw((call.function.arguments or "{}").encode())
+    arguments = decode_small(text, _OBJECT, where, MAX_ARGUMENTS_BYTES)
     result: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     if call.id is not None:
         result["id"] = call.id

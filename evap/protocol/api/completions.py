@@ -11,7 +11,7 @@ from msgspec import Meta
 from evap.errors import InvalidRequest
 from evap.messages import LogprobText, ParsedRequest
 from evap.protocol.api import fields, render
-from evap.protocol.api.body import decode, decode_small, unsupported
+from evap.protocol.api.body import decode, decode_field, unsupported
 from evap.protocol.api.dialect import Renderer
 
 #: OpenAI's default, which differs from chat's
@@ -91,7 +91,7 @@ def _prompt(raw: msgspec.Raw) -> tuple[str | None, list[int] | None]:
     data = bytes(raw)
     start = data[:64].translate(None, b" \t\r\n")[:2]
     if start[:1] == b'"':
-        return decode_small(raw, _TEXT, "prompt", len(data)), None
+        return decode_field(raw, _TEXT, "prompt"), None
     if start == b'["':
         return _one(raw, _ONE_TEXT), None
     if data.count(b",") >= MAX_PROMPT_IDS:
@@ -99,13 +99,13 @@ def _prompt(raw: msgspec.Raw) -> tuple[str | None, list[int] | None]:
     if start == b"[[":
         return None, _one(raw, _ONE_IDS)
     if start[:1] == b"[":
-        return None, decode_small(raw, _IDS, "prompt", len(data))
+        return None, decode_field(raw, _IDS, "prompt")
     raise InvalidRequest("prompt must be a string or a list of token ids", param="prompt", code="invalid_type")
 
 
 def _one(raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
     try:
-        return decode_small(raw, decoder, "prompt", len(raw))[0]
+        return decode_field(raw, decoder, "prompt")[0]
     except InvalidRequest as error:
         if error.param == "prompt":  # not something inside it: there are more of them
             message = "one prompt per request: send several prompts as several requests"

@@ -110,7 +110,7 @@ def test_long_paths_are_cut() -> None:
 
 
 def test_surrogates_in_huge_bodies_are_refused_without_a_path() -> None:
-    data = b'{"items":[],"unknown":"' + b"x" * body_module.MAX_DIAGNOSED_BYTES + b'","either":"\\ud83d"}'
+    data = b'{"items":[],"unknown":"' + b"x" * body_module.MAX_SCANNED_BYTES + b'","either":"\\ud83d"}'
     assert "not valid JSON" in refusal(data).message
 
 
@@ -156,11 +156,37 @@ def test_the_limit_is_exact(pair: str) -> None:
         check_depth((opening * (MAX_DEPTH + 1) + "1" + pair[1] * (MAX_DEPTH + 1)).encode())
 
 
-@pytest.mark.parametrize("depth", [65, 3_000, 1_000_000])
+@pytest.mark.parametrize("depth", [64, 3_000, 500_000])
 def test_deep_bodies_are_refused_wherever_they_are_deep(depth: int) -> None:
     for field in ("anything", "unknown"):
         data = b'{"items":[],"%b":%b%b}' % (field.encode(), b"[" * depth, b"]" * depth)
         assert "deeper than 64" in refusal(data).message
+
+
+def test_in_large_bodies_the_parser_s_own_limit_holds() -> None:
+    depth = body_module.MAX_SCANNED_BYTES
+    for field in ("raw", "unknown"):
+        data = b'{"items":[],"%b":%b%b}' % (field.encode(), b"[" * depth, b"]" * depth)
+        assert "deeper than 64" in refusal(data).message
+    padded = b'{"items":[],"padding":"%b","unknown":%b%b}' % (b"x" * depth, b"[" * 100, b"]" * 100)
+    assert decode(padded, DECODER).items == []  # skipped, and harmless
+
+
+@pytest.mark.parametrize("size", [100, 4095, 4096, 70_000, 200_000])
+def test_brackets_are_counted_in_small_and_large_bodies(size: int) -> None:
+    for bracket in (b"[", b"{"):
+        few = b"x" * (size - 64) + bracket * 64
+        assert not body_module._many_brackets(few)
+        assert body_module._many_brackets(bracket + few)
+        assert body_module._many_brackets(few + bracket)
+    assert not body_module._many_brackets(b"];}\x0b\x5a\x7a" * (size // 6))
+
+
+def test_deep_raw_fields_are_refused_before_they_are_decoded() -> None:
+    raw = msgspec.Raw(b"[" * 65 + b"]" * 65)
+    with pytest.raises(InvalidRequest, match="raw is nested deeper than 64 levels") as caught:
+        decode_small(raw, msgspec.json.Decoder(list[Any]), "raw", 1000)
+    assert caught.value.param == "raw"
 
 
 def test_deep_and_broken_is_still_our_error() -> None:

@@ -168,6 +168,7 @@ def test_tools_go_to_the_template() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": 1}, "tool_choice"),
+        ({"tool_choice": {str(i): i for i in range(100_000)}}, "tool_choice"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"tools": [], "chat_template": ""}}, "chat_template_kwargs.chat_template"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),

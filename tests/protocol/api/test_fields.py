@@ -164,11 +164,11 @@ def test_stop(parse: Any) -> None:
         ("stop", ["x"] * 500_000),
         ("stop", "x" * 500_000),
         ("stop_token_ids", [1] * 500_000),
-        ("logit_bias", {str(i): 1 for i in range(500_000)}),
+        ("logit_bias", {str(i): 1 for i in range(50_000)}),
         ("response_format", {"type": "text", "x": ["x"] * 500_000}),
     ],
 )
-def test_half_a_million_entries_are_refused_undecoded(parse: Any, field: str, value: Any) -> None:
+def test_oversized_lists_are_refused_undecoded(parse: Any, field: str, value: Any) -> None:
     error = refusal(parse, **{field: value})
     assert error.param == field
     assert "too large" in error.message
