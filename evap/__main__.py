@@ -73,9 +73,13 @@ def _serve_parser(prog: str, description: str) -> _Parser:
 def _serve(argv: Sequence[str]) -> int:
     parser = _serve_parser("python -m evap serve", "Serve a model over HTTP/2 and HTTP/1.1 on one port.")
     settings = options.load(vars(parser.read(argv)), os.environ)
+    from evap import logs
     from evap.server import run
 
-    return run(settings.config)
+    try:
+        return run(settings.config)
+    finally:
+        logs.flush()  # an error is the last line that a user sees
 
 
 def _doctor(argv: Sequence[str]) -> int:

@@ -100,7 +100,7 @@ class _Handler(logging.Handler):
         self.setFormatter(formatter)
         self.dropped = 0
         self._stream = stream
-        self._queue: queue.Queue[str | None] = queue.Queue(capacity)
+        self._queue: queue.Queue[str | threading.Event | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._write_all, name="evap-log", daemon=True)
         self._thread.start()
 
@@ -118,10 +118,20 @@ class _Handler(logging.Handler):
         except Exception:  # noqa: BLE001  # logging's own contract: a bad log call must not break its caller
             self.handleError(record)
 
-    def finish(self, timeout_s: float = 1.0) -> None:
-        """Write what is queued, for at most `timeout_s`."""
+    def flush(self, timeout_s: float = 1.0) -> None:
+        """Wait until what is queued now is written, for at most `timeout_s`."""
+        written = threading.Event()
         try:
-            self._queue.put_nowait(None)
+            self._queue.put(written, timeout=timeout_s if self._thread.is_alive() else 0.0)
+        except queue.Full:
+            return
+        if self._thread.is_alive():
+            written.wait(timeout_s)
+
+    def finish(self, timeout_s: float = 1.0) -> None:
+        """Write what is queued, for at most `timeout_s`, and end the thread."""
+        try:
+            self._queue.put(None, timeout=timeout_s)
         except queue.Full:
             return
         self._thread.join(timeout_s)
@@ -129,11 +139,22 @@ class _Handler(logging.Handler):
     def _write_all(self) -> None:
         while (line := self._queue.get()) is not None:
             try:
+                if isinstance(line, threading.Event):
+                    self._stream.flush()
+                    line.set()
+                    continue
                 self._stream.write(line + "\n")
                 if self._queue.empty():
                     self._stream.flush()
             except (OSError, ValueError):  # the reader is gone: the server goes on without a log
                 return
+
+
+def flush() -> None:
+    """Write out what has been logged so far (for at most a second), so that what follows on stderr follows it."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Handler):
+            handler.flush()
 
 
 def configure(level: str, format: str, stream: TextIO | None = None) -> None:

@@ -98,6 +98,8 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_TIMEOUT_S)
         self._reader.join(STOP_TIMEOUT_S)
+        if self.process.stdout:
+            self.process.stdout.close()
 
     def check_log(self) -> None:
         """No exception may have escaped, in the server or in a library."""
@@ -116,5 +118,3 @@ def running(*args: str, engine: str = "synthetic", env: Mapping[str, str] | None
         server.check_log()
     finally:
         server.kill()
-        if server.process.stdout:
-            server.process.stdout.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -41,10 +42,7 @@ def written(format: str, level: str = "info") -> tuple[io.StringIO, logging.Logg
     return out, logging.getLogger("evap.server")
 
 
-def flush() -> None:
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logs._Handler):
-            handler.finish(30)
+flush = logs.flush
 
 
 def test_text_line_of_an_exchange() -> None:
@@ -130,6 +128,20 @@ def test_a_reader_that_is_gone_is_no_error() -> None:
     handler.finish(30)
     assert not handler._thread.is_alive()
     with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_flush_does_not_wait_for_a_dead_reader() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    stream = open(write_end, "w")  # noqa: SIM115
+    handler = logs._Handler(stream, logs.TextFormatter(), capacity=1)
+    handler.emit(logging.makeLogRecord({"name": "evap", "levelname": "INFO", "msg": "x"}))
+    handler.finish(30)
+    assert not handler._thread.is_alive()
+    handler.flush(3600)
+    handler.flush(3600)
+    with contextlib.suppress(BrokenPipeError):
         stream.close()
 
 
