@@ -39,7 +39,9 @@ class LlmSeam:
 
     def add(self, request: Any) -> None:
         request.sampling_params.output_kind = names.RequestOutputKind.DELTA
-        self._tasks[request.request_id] = self._loop.create_task(self._generate(request))
+        own_id = request.request_id  # AsyncLLM appends to it
+        task = self._tasks[own_id] = self._loop.create_task(self._generate(request, own_id))
+        task.add_done_callback(lambda ended: self._ended(own_id, ended))  # a task cancelled at once never runs a line
 
     def abort(self, request_id: str) -> None:
         task = self._tasks.get(request_id)
@@ -50,30 +52,19 @@ class LlmSeam:
         result: Awaitable[Any] = self._llm.engine_core.call_utility_async(method, *args)
         return result
 
-    async def _generate(self, request: Any) -> None:
-        own_id = request.request_id  # AsyncLLM appends to it
-        ended = False
-        try:
-            async for output in self._llm.generate(request, request.sampling_params, own_id):
-                row = self._row(own_id, output)
-                ended = row.finish is not Finish.NONE
-                self._report(row)
-        except asyncio.CancelledError:
-            self._loop.call_soon(self._aborted, own_id)
-            ended = True
-        except Exception:  # noqa: BLE001  # whatever vLLM raised, this request has ended; a dead engine is noticed by the watch
-            if not self._llm.errored:
-                self._report(Row(request_id=own_id, finish=Finish.ERROR))
-            ended = True
-        finally:
-            self._tasks.pop(own_id, None)
-            if not ended:
-                self._report(Row(request_id=own_id, finish=Finish.ERROR))
+    async def _generate(self, request: Any, own_id: str) -> None:
+        async for output in self._llm.generate(request, request.sampling_params, own_id):
+            self._report(self._row(own_id, output))
 
-    def _aborted(self, request_id: str) -> None:
-        if self._sink is not None:
-            self._flush()
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(request_id, None)
+        if self._sink is None:
+            return
+        self._flush()
+        if task.cancelled():
             self._sink.on_aborted([request_id])
+        elif task.exception() is not None and not self._llm.errored:  # a dead engine is noticed by the watch
+            self._report(Row(request_id=request_id, finish=Finish.ERROR))
 
     def _row(self, request_id: str, output: Any) -> Row:
         choice = output.outputs[0]
