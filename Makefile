@@ -7,7 +7,7 @@ MODEL ?=
 ENGINE ?= torch
 ARGS ?=
 BENCH ?= $(basename $(notdir $(shell grep -l -e '"--json"' bench/*.py 2>/dev/null)))
-FUZZ ?= $(basename $(notdir $(shell grep -l -e '"--seconds"' fuzz/*.py 2>/dev/null)))
+FUZZ ?= $(basename $(notdir $(shell grep -l '^def one_input' fuzz/*.py 2>/dev/null)))
 FUZZ_SECONDS ?= 60
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
@@ -40,10 +40,16 @@ lint: setup
 	$(BIN)/lint-imports
 
 bench: .venv/.installed-bench
+	.ci/clients
 	@mkdir -p bench/out
 	for b in $(BENCH); do $(BIN)/python -m bench.$$b --json bench/out/$$b.json $(ARGS) || exit 1; done
 
-fuzz: setup
+# Without a wheel of atheris for this Python, the targets mutate their corpus instead.
+.venv/.installed-fuzz: .venv/.installed
+	-$(BIN)/pip install -q -e '.[torch,dev,fuzz]'
+	@touch $@
+
+fuzz: .venv/.installed-fuzz
 	for f in $(FUZZ); do $(BIN)/python -m fuzz.$$f --seconds $(FUZZ_SECONDS) $(ARGS) || exit 1; done
 
 test-vllm: .venv-vllm/.installed
