@@ -231,6 +231,13 @@ class Http1Core:
     def spend_connection(self, n: int) -> None:
         pass
 
+    def take_rows(self, data: Any, frames: int, charge: int) -> bool:
+        """Whole step of rows, or nothing (False) while the transport is backed up."""
+        if not self.writable:
+            return False
+        self.emit(data)
+        return True
+
     def append_raw(self, data: Any, frames: int = 1) -> None:
         """Ready chunks, as `http1_reply.chunk` makes them. Kept by reference until written."""
         self.emit(data)

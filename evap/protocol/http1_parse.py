@@ -89,7 +89,7 @@ class _Reading:
 
 
 def check_partial(buffer: bytearray, scanned: int, max_bytes: int) -> None:
-    """Refuse a head early: bytes before `scanned` were seen before. Raises Refused.
+    """Refuse an incomplete head early: bytes before `scanned` were seen before. Raises Refused.
 
     A client that speaks something else (TLS, bare LF) is answered at once instead of being waited for.
     """
@@ -100,14 +100,19 @@ def check_partial(buffer: bytearray, scanned: int, max_bytes: int) -> None:
         start += 1
     if buffer.count(b"\n", start) != buffer.count(b"\r\n", start):
         raise malformed("a line ends without CR")
-    if len(buffer) > MAX_REQUEST_LINE_BYTES and buffer.find(b"\r\n", 0, MAX_REQUEST_LINE_BYTES) < 0:
-        raise Refused(HeadersTooLarge(f"the request line is longer than {MAX_REQUEST_LINE_BYTES} bytes"))
+    _check_line_length(buffer)
     if len(buffer) > max_bytes:
         raise Refused(HeadersTooLarge(f"the request's head is longer than {max_bytes} bytes"))
 
 
+def _check_line_length(head: bytes | bytearray) -> None:
+    if len(head) > MAX_REQUEST_LINE_BYTES and head.find(b"\r\n", 0, MAX_REQUEST_LINE_BYTES) < 0:
+        raise Refused(HeadersTooLarge(f"the request line is longer than {MAX_REQUEST_LINE_BYTES} bytes"))
+
+
 def read_head(raw: bytes, max_headers: int, max_header_list_bytes: int) -> Head:
     """`raw` up to and with the empty line. Raises Refused for everything that is not exactly one valid head."""
+    _check_line_length(raw)
     line = _REQUEST_LINE.match(raw)
     if line is None or raw.startswith(b"CONNECT "):  # what follows CONNECT is a tunnel: no proxy, no tunnel
         raise malformed("the request line must be METHOD /path HTTP/1.1")

@@ -20,8 +20,8 @@ class RequestReader:
     """
 
     __slots__ = (
-        "_body", "_body_bytes", "_config", "_parts", "_scanned", "_shared", "_since_ns", "_waits", "head", "pending",
-        "served",
+        "_body", "_body_bytes", "_config", "_may_skip", "_parts", "_scanned", "_shared", "_since_ns", "_waits", "head",
+        "pending", "served",
     )  # fmt: skip
 
     def __init__(self, config: ProtocolConfig, shared: Shared, now_ns: int) -> None:
@@ -34,6 +34,7 @@ class RequestReader:
         self._body: FixedBody | ChunkedBody = _NO_BODY
         self._parts: list[bytes] = []
         self._body_bytes = 0
+        self._may_skip = True  # an empty line before the next head
         self._waits = False  # for 100 Continue
         self._since_ns = now_ns  # when the present wait began
 
@@ -98,18 +99,22 @@ class RequestReader:
 
     def _take_head(self, now_ns: int) -> None:
         pending, config = self.pending, self._config
-        if not self._scanned and pending.startswith(b"\r\n"):
-            del pending[:2]  # RFC 9112 2.2: some clients end a body with one CRLF too many
-        if not pending or pending == b"\r":
+        if self._may_skip and pending.startswith(b"\r"):
+            if len(pending) == 1:
+                return
+            if pending.startswith(b"\r\n"):
+                del pending[:2]  # RFC 9112 2.2: some clients end a body with one CRLF too many
+                self._may_skip = False
+        if not pending:
             return
-        check_partial(pending, self._scanned, config.max_header_list_bytes)
         end = pending.find(HEAD_END, max(0, self._scanned - 3))
         if end < 0:
+            check_partial(pending, self._scanned, config.max_header_list_bytes)
             self._scanned = len(pending)
             return
         raw = bytes(memoryview(pending)[: end + 4])
         del pending[: end + 4]
-        self._scanned, self._since_ns = 0, now_ns
+        self._scanned, self._may_skip, self._since_ns = 0, True, now_ns
         self.head = head = read_head(raw, config.max_headers, config.max_header_list_bytes)
         limit = config.max_body_bytes
         if self._shared.draining:

@@ -81,4 +81,4 @@ def test_the_invariant_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_json, "DIALECTS", (Loud(),))
     chat_json.one_input(b"x" * 64)
     with pytest.raises(AssertionError, match="repeats"):
-        chat_json.one_input(b"x" * 65)
+        chat_json.one_input(b"x" * 67)

@@ -271,6 +271,18 @@ def test_a_stray_crlf_between_requests_is_skipped() -> None:
     assert len(wire.requests) == 1
 
 
+def test_a_body_may_hold_what_a_head_may_not() -> None:
+    body = b'{\n  "a": 1,\n\r\0}\n' + b"x" * 50_000
+    wire = Wire()
+    wire.receive(post(body))
+    assert wire.requests[0].body == body
+    wire = Wire()
+    wire.receive(GET + post(body))
+    wire.reply().whole(200, JSON, b"{}")
+    wire.flush()
+    assert wire.requests[1].body == body
+
+
 # Expect
 
 

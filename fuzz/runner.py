@@ -1,0 +1,65 @@
+"""Runs a target, `python -m fuzz.NAME --seconds 60`: with atheris (coverage-guided) where it is installed, else by
+mutating the corpus.
+
+A failing input is saved beside the corpus as `crash-...`; it belongs into the corpus once it is understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Target = Callable[[bytes], None]
+CORPUS = Path(__file__).parent / "corpus"
+
+
+def main(one_input: Target, name: str) -> None:
+    parser = argparse.ArgumentParser(description=f"fuzz {name}")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=None, help="of the mutations, without atheris")
+    options = parser.parse_args()
+    try:
+        import atheris  # noqa: PLC0415 - optional, and it takes over the process
+    except ImportError:
+        mutate(one_input, name, options.seconds, random.Random(options.seed))
+        return
+    directory = str(CORPUS / name)
+    flags = [sys.argv[0], f"-max_total_time={int(options.seconds)}", f"-artifact_prefix={directory}/", directory]
+    atheris.instrument_all()
+    atheris.Setup(flags, one_input)
+    atheris.Fuzz()
+
+
+def mutate(one_input: Target, name: str, seconds: float, chance: random.Random) -> None:
+    seeds = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+    end, count = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        data = mutated(seeds, chance)
+        try:
+            one_input(data)
+        except BaseException:
+            path = CORPUS / name / f"crash-{hashlib.sha256(data).hexdigest()[:16]}"
+            path.write_bytes(data)
+            sys.stderr.write(f"{name}: {path} breaks the invariant\n")
+            raise
+        count += 1
+    sys.stderr.write(f"{name}: {count} inputs without atheris, no violation\n")
+
+
+def mutated(seeds: list[bytes], chance: random.Random) -> bytes:
+    """A seed with a few edits: bytes replaced, cut, doubled, or taken from another seed."""
+    data = bytearray(chance.choice(seeds))
+    for _ in range(chance.choice((1, 1, 2, 3, 8))):
+        at, size = chance.randint(0, len(data)), chance.choice((0, 1, 1, 2, 4, 16))
+        other = chance.choice(seeds)
+        start = chance.randint(0, len(other))
+        data[at : at + size] = chance.choice(
+            (b"", chance.randbytes(chance.randint(1, 3)), other[start : start + chance.randint(1, 40)],
+             bytes(data[at : at + size]) * 2, bytes([chance.choice(b" \t\r\n:;,0fG\0\x7f\xff")])),
+        )  # fmt: skip
+    return bytes(data)
