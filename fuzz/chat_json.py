@@ -10,7 +10,6 @@ from evap.errors import MAX_ECHO_BYTES, MAX_MESSAGE_BYTES, InvalidRequest
 from evap.messages import ParsedRequest
 from evap.protocol.api.dialect import Dialect
 from evap.protocol.api.router import dialects
-from fuzz import runner
 from fuzz.runner import main
 
 DIALECTS = tuple(dialects().values())

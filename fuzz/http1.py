@@ -13,8 +13,8 @@ from fuzz.runner import main
 
 
 def by_evap(data: bytes, step: int) -> tuple[list[tuple[object, ...]], list[bytes]]:
-    """The requests (each answered at once), and the final statuses."""
-    core, requests, out = Http1Core(ProtocolConfig()), [], b""
+    requests: list[tuple[object, ...]] = []
+    core, out = Http1Core(ProtocolConfig()), b""
     for at in range(0, len(data), step):
         events = core.receive(data[at : at + step], 0)
         while events and isinstance(event := events[0], RequestReady):

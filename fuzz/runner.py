@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +30,11 @@ def main(one_input: Target, name: str) -> None:
         mutate(one_input, name, options.seconds, random.Random(options.seed))
         return
     directory = str(CORPUS / name)
-    flags = [sys.argv[0], f"-max_total_time={int(options.seconds)}", f"-artifact_prefix={directory}/", directory]
-    atheris.instrument_all()
-    atheris.Setup(flags, one_input)
-    atheris.Fuzz()
+    with tempfile.TemporaryDirectory() as found:  # libFuzzer writes what it finds into the first directory
+        limits = [f"-max_total_time={int(options.seconds)}", f"-artifact_prefix={directory}/"]
+        atheris.instrument_all()
+        atheris.Setup([sys.argv[0], *limits, found, directory], one_input)
+        atheris.Fuzz()
 
 
 def mutate(one_input: Target, name: str, seconds: float, chance: random.Random) -> None:
