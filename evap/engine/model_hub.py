@@ -26,8 +26,13 @@ def fetch(name: str, progress: Progress, *, cache_dir: Path | None = None) -> Lo
     progress(f"fetching {repo} from the Hugging Face hub", 0, 0)
     try:
         found = huggingface_hub.snapshot_download(
-            repo, revision=revision or None, cache_dir=cache_dir, endpoint=os.environ.get("HF_ENDPOINT") or None,
-            allow_patterns=_WANTED, ignore_patterns=_UNWANTED, tqdm_class=_bar(progress),
+            repo,
+            revision=revision or None,
+            cache_dir=cache_dir,
+            endpoint=os.environ.get("HF_ENDPOINT") or None,
+            allow_patterns=_WANTED,
+            ignore_patterns=_UNWANTED,
+            tqdm_class=_bar(progress),
         )
     except Exception as e:
         raise _explain(repo, revision, e) from e
@@ -65,13 +70,22 @@ def _explain(repo: str, revision: str, error: Exception) -> StartupError:
     table: list[tuple[type[Exception], str, str]] = [
         (errors.GatedRepoError, f"model {shown} is gated", token),
         (errors.RevisionNotFoundError, f"model {shown} has no revision {echo(revision)}", "check the part after @"),
-        (errors.RepositoryNotFoundError, f"the hub has no model {shown}, or it is private",
-         "check the name; for a private model set HF_TOKEN"),
+        (
+            errors.RepositoryNotFoundError,
+            f"the hub has no model {shown}, or it is private",
+            "check the name; for a private model set HF_TOKEN",
+        ),
         (errors.HFValidationError, f"{shown} is not a hub id", "use org/name"),
-        (errors.LocalEntryNotFoundError, f"model {shown} is not in the cache and the hub cannot be reached",
-         "check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a model directory"),
-        (errors.OfflineModeIsEnabled, f"model {shown} is not in the cache and HF_HUB_OFFLINE is set",
-         "unset HF_HUB_OFFLINE once to fetch it"),
+        (
+            errors.LocalEntryNotFoundError,
+            f"model {shown} is not in the cache and the hub cannot be reached",
+            "check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a model directory",
+        ),
+        (
+            errors.OfflineModeIsEnabled,
+            f"model {shown} is not in the cache and HF_HUB_OFFLINE is set",
+            "unset HF_HUB_OFFLINE once to fetch it",
+        ),
         (OSError, f"cannot fetch {shown}: {error}", "check the network and the free space of the cache (HF_HOME)"),
     ]
     for kind, message, remedy in table:

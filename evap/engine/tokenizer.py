@@ -42,7 +42,10 @@ def load_text(
     config = read_json(path / "config.json")
     vocabulary = load_vocabulary(tokenizer, _vocab_size(config))
     text = HfText(
-        tokenizer, vocabulary, load_chat_template(path, now), TokenCache(tokenizer, cache_mb << 20),
+        tokenizer,
+        vocabulary,
+        load_chat_template(path, now),
+        TokenCache(tokenizer, cache_mb << 20),
         eos_ids=eos_ids(path, tokenizer),
     )
     for what, why in (("fragment table", text.fragments_off), ("token cache", text.token_cache.why_off)):
@@ -59,7 +62,12 @@ class HfText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocabulary: Vocabulary, template: ChatTemplate, cache: TokenCache, *,
+        self,
+        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
+        template: ChatTemplate,
+        cache: TokenCache,
+        *,
         eos_ids: frozenset[int],
     ) -> None:
         self.vocab_size = vocabulary.size
@@ -113,11 +121,19 @@ class HfText:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
     def detokenizer(
-        self, *, stop: tuple[str, ...] = (), include_stop: bool = False, skip_special: bool = True,
+        self,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
         prompt_ids: Sequence[int] = (),
     ) -> Detokenizer:
         stream: TextStream = detokenizer(
-            self._tokenizer, self.vocabulary, stop=stop, include_stop=include_stop, skip_special=skip_special,
+            self._tokenizer,
+            self.vocabulary,
+            stop=stop,
+            include_stop=include_stop,
+            skip_special=skip_special,
             prompt_ids=prompt_ids,
         )
         return stream

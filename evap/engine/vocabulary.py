@@ -98,8 +98,11 @@ def _pieces(names: Sequence[str | None], special: frozenset[int], rule: _Rule, f
         first = rest
     hidden = _without(rest, special)
     return Pieces(
-        rest=hidden, first=hidden if first is rest else _without(first, special),
-        rest_shown=rest, first_shown=first, is_byte=bytes(is_byte) if fallback else None,
+        rest=hidden,
+        first=hidden if first is rest else _without(first, special),
+        rest_shown=rest,
+        first_shown=first,
+        is_byte=bytes(is_byte) if fallback else None,
     )
 
 
