@@ -5,12 +5,13 @@ Nothing here escapes by hand: text goes through msgspec's encoder, which leaves 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from evap.errors import EvapError
 from evap.messages import Usage
+from evap.protocol.headers import error_body
 
 STREAM_TYPE: Final = b"text/event-stream; charset=utf-8"
 JSON_TYPE: Final = b"application/json"
@@ -30,14 +31,6 @@ def usage_json(usage: Usage) -> bytes:
     return _USAGE % (usage.prompt, usage.emitted, usage.prompt + usage.emitted, usage.cached)
 
 
-def error_json(error: EvapError) -> bytes:
-    """OpenAI's error object, as the body of an answer."""
-    fields: dict[str, Any] = {
-        "message": error.message, "type": error.type, "param": error.param, "code": error.code,
-    }  # fmt: skip
-    return encode({"error": fields})
-
-
 def error_event(error: EvapError) -> bytes:
-    """The same inside a stream that has begun."""
-    return b"data: " + error_json(error) + b"\n\n"
+    """An error inside a stream that has begun: the same object as in an answer."""
+    return b"data: " + error_body(error) + b"\n\n"

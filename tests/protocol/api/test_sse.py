@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from evap.errors import ContextOverflow, InvalidRequest
 from evap.messages import Usage
-from evap.protocol.api.sse import encode, error_event, error_json, usage_json
+from evap.protocol.api.sse import encode, error_event, usage_json
 
 COUNTS = st.integers(0, 2**31)
 
@@ -29,7 +29,7 @@ def test_usage(prompt: int, cached: int, emitted: int) -> None:
 
 
 def test_errors_have_openais_shape() -> None:
-    assert json.loads(error_json(InvalidRequest("no", param="a[0]"))) == {
+    assert json.loads(error_event(InvalidRequest("no", param="a[0]"))[6:]) == {
         "error": {"message": "no", "type": "invalid_request_error", "param": "a[0]", "code": None}
     }
     assert json.loads(error_event(ContextOverflow("no"))[6:])["error"]["code"] == "context_length_exceeded"
