@@ -73,7 +73,9 @@ def cpu_ns(pid: int) -> int:
 class Process:
     """A server under test, on its own core. `log`: where its output goes."""
 
-    def __init__(self, command: Sequence[str], *, core: int | None = SERVER_CORE, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], *, core: int | None = SERVER_CORE, env: dict[str, str] | None = None
+    ) -> None:
         pin = ["taskset", "-c", str(core)] if core is not None and shutil.which("taskset") else []
         self.command = list(command)
         self.log = ROOT / "bench" / "out" / f"{Path(command[0]).name}-{os.getpid()}-{id(self):x}.log"
@@ -132,7 +134,11 @@ def h2load(pid: int, url: str, arguments: Sequence[str], *, requests: int, timeo
     pin = ["taskset", "-c", str(CLIENT_CORE)] if shutil.which("taskset") else []
     before = cpu_ns(pid)
     done = subprocess.run(
-        [*pin, "h2load", "-n", str(requests), *arguments, url], capture_output=True, text=True, timeout=timeout_s, check=False
+        [*pin, "h2load", "-n", str(requests), *arguments, url],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
     after = cpu_ns(pid)
     finished = re.search(r"finished in ([\d.]+)(us|ms|s)", done.stdout)
