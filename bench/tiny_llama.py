@@ -30,7 +30,7 @@ def config(layers: int) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": layers,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "intermediate_size": MLP,
         "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
+        "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
         "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16", "dtype": "bfloat16",
     }  # fmt: skip
 
@@ -42,6 +42,7 @@ def weights(layers: int, seed: int) -> dict[str, np.ndarray]:
         return rng.normal(0, 0.08, shape).astype(np.float32)
 
     found = {"model.embed_tokens.weight": normal(VOCAB, HIDDEN), "model.norm.weight": np.ones(HIDDEN, np.float32)}
+    found["lm_head.weight"] = normal(VOCAB, HIDDEN)
     for i in range(layers):
         at = f"model.layers.{i}."
         found |= {
@@ -66,7 +67,10 @@ def tokenizer(path: Path) -> None:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=[BOS, EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCAB,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     library = Path(json.__file__).parent.parent
     texts = [(library / name).read_text("utf-8") for name in ("argparse.py", "ast.py", "typing.py", "ipaddress.py")]

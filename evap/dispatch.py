@@ -162,6 +162,9 @@ class Dispatch:
         request = exchange.request
         sampling = self._complete(request.sampling, request.max_tokens, len(prompt_ids))
         check_request(self.replica.info, self.text.eos_ids, sampling, prompt_ids)
+        check = getattr(self.replica, "check", None)  # an engine that can refuse more than that
+        if check is not None:
+            check(sampling, prompt_ids)
         self._admit(request.n)
         exchange.prompt_ids, exchange.sampling = prompt_ids, sampling
         exchange.choices = [self.steps.add(exchange, index) for index in range(request.n)]

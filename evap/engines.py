@@ -35,9 +35,9 @@ def build(config: EngineConfig, clock: Clock) -> Built:
     text = load_text(local.path, cache_mb=config.token_cache_mb)
     replica: Replica
     if engine == "vllm":
-        from evap.engine.vllm import VllmReplica
+        from evap.engine import vllm
 
-        replica = VllmReplica(config, local.path)
+        replica = vllm.build(config, local.path)
     else:
         from evap.engine.supervisor import TorchReplica
 

@@ -12,3 +12,23 @@ scheduler.py runs in the engine process: final tokens into the ring    (--token-
 worker.py    runs in the worker process: the meter, right after sampling
 names.py     every name of vLLM that is used here, and a test that they still mean what they did
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evap.config import EngineConfig
+from evap.engine.interface import Replica
+from evap.engine.vllm.replica import VllmReplica
+from evap.engine.vllm.router import Router
+
+__all__ = ["Router", "VllmReplica", "build"]
+
+
+def build(config: EngineConfig, model_path: Path) -> Replica:
+    """One engine, or `config.replicas` of them behind a router, each with its own GPUs. Imports no vllm yet."""
+    if config.replicas == 1:
+        return VllmReplica(config, model_path)
+    size = config.tensor_parallel_size
+    gpus = [() if config.device == "cpu" else tuple(range(n * size, (n + 1) * size)) for n in range(config.replicas)]
+    return Router([VllmReplica(config, model_path, gpus=own, number=n) for n, own in enumerate(gpus)])

@@ -93,8 +93,12 @@ class Mapper:
         )
 
     def check(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:
-        """Raises InvalidRequest for what `build` would refuse. Slow parts (grammars) are remembered for `build`."""
-        self.params(sampling, prompt_ids)
+        """Raises InvalidRequest for what `build` would refuse. Slow parts (grammars) are remembered for `build`.
+
+        Plain requests cost nothing here: their ranges and ids have been checked by the API and `check_request`.
+        """
+        if sampling.extra or sampling.logprobs is not None or sampling.logit_bias or sampling.stop_token_ids:
+            self.params(sampling, prompt_ids)
 
     def params(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> Any:
         """vLLM's SamplingParams, verified and completed for this model."""

@@ -213,7 +213,7 @@ def _own(args: Any, config: EngineConfig, shared: Shared | None, gpus: Sequence[
     """Fields that only evap sets."""
     args.disable_log_stats = True
     args.enable_log_requests = False
-    if gpus:
+    if gpus and not _cpu():
         args.device_ids = list(gpus)
     if shared is not None:
         args.additional_config = {**(args.additional_config or {}), CONFIG_KEY: shared.settings}
