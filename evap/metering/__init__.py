@@ -1,1 +1,1 @@
-"""TODO."""
+"""What each request used: integers only; knows no HTTP and no model."""
