@@ -1,0 +1,38 @@
+"""The factory: which engine a configuration gives, and under which name its model is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evap import engines
+from evap.config import EngineConfig
+from evap.engine.synthetic import SyntheticReplica
+from evap.errors import StartupError
+from tests.fakes import FakeLoop
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [({}, "synthetic"), ({"model": "tiny"}, "tiny"), ({"model": "tiny", "served_model_name": "gpt"}, "gpt")],
+)
+def test_synthetic_and_its_name(fields: dict[str, Any], name: str) -> None:
+    built = engines.build(EngineConfig(engine="synthetic", **fields), FakeLoop())
+    assert isinstance(built.replica, SyntheticReplica)
+    assert (built.model, built.chat) == (name, True)
+
+
+def test_a_missing_engine_is_said_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(engine: str) -> str:
+        raise StartupError(f"no {engine}", remedy="pip install")
+
+    monkeypatch.setattr(engines, "choose", missing)
+    with pytest.raises(StartupError, match="no torch"):
+        engines.build(EngineConfig(engine="torch", model="owner/name"), FakeLoop())
+
+
+def test_a_missing_model_is_said_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "choose", lambda engine: "torch")
+    with pytest.raises(StartupError, match="does not exist"):
+        engines.build(EngineConfig(model="/nonexistent/model"), FakeLoop())
