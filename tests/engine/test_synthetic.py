@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,104 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from evap.config import EngineConfig
-from evap.engine.synthetic import SyntheticReplica, SyntheticText
+from evap.engine.synthetic import SyntheticReplica
 from evap.engine.synthetic_text import EOS
-from evap.messages import (
-    FINISH_MASK,
-    HAS_LOGPROBS,
-    NO_TOKEN,
-    SILENT,
-    Finish,
-    GenerateRequest,
-    ReplicaState,
-    SamplingParams,
-    TokenBatch,
-)
-
-TEXT = SyntheticText()
-
-
-class ManualClock:
-    """A loop whose passes and seconds the test decides."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self._soon: list[Callable[[], None]] = []
-        self._later: list[tuple[float, int, Callable[[], None]]] = []
-        self._ids = itertools.count()
-
-    def time(self) -> float:
-        return self.now
-
-    def call_soon(self, callback: Callable[[], None]) -> None:
-        self._soon.append(callback)
-
-    def call_later(self, delay: float, callback: Callable[[], None]) -> None:
-        heapq.heappush(self._later, (self.now + delay, next(self._ids), callback))
-
-    def turn(self) -> bool:
-        """One loop pass; False if nothing was due."""
-        while self._later and self._later[0][0] <= self.now:
-            self._soon.append(heapq.heappop(self._later)[2])
-        callbacks, self._soon = self._soon, []
-        for callback in callbacks:
-            callback()
-        return bool(callbacks)
-
-    def advance(self, seconds: float) -> None:
-        """Run everything that falls due within `seconds`, at its time."""
-        end = self.now + seconds
-        while self.turn() or (self._later and self._later[0][0] <= end):
-            if not self._soon and self._later:
-                self.now = max(self.now, min(end, self._later[0][0]))
-        self.now = end
-
-
-class Bench:
-    """A started replica, its clock, and what it said per (slot, generation)."""
-
-    def __init__(self, **config: Any) -> None:
-        self.clock = ManualClock()
-        self.replica = SyntheticReplica(EngineConfig(**{"synthetic_step_ms": 0.0, **config}), self.clock)
-        self.batches: list[TokenBatch] = []
-        self.states: list[ReplicaState] = []
-        self.records: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-        self.replica.listen(self._take, lambda state, line: self.states.append(state))
-        asyncio.run(self.replica.start())
-
-    def _take(self, batch: TokenBatch) -> None:
-        self.batches.append(batch)
-        columns = (batch.slot, batch.generation, batch.token, batch.index, batch.flags)
-        for slot, generation, *rest in zip(*(c.tolist() for c in columns), strict=True):
-            self.records[slot, generation].append((rest[0], rest[1], rest[2]))
-
-    def submit(self, prompt: str = "hello", slot: int = 0, generation: int = 0, **sampling: Any) -> None:
-        params = SamplingParams(**{"max_tokens": 10, **sampling})
-        self.replica.submit(slot, generation, GenerateRequest(prompt_ids=TEXT.encode(prompt), sampling=params))
-
-    def run(self, passes: int = 1000) -> None:
-        for _ in range(passes):
-            if not self.clock.turn():
-                return
-
-    def tokens(self, slot: int = 0, generation: int = 0) -> list[int]:
-        return [t for t, _, flags in self.records[slot, generation] if not flags & NO_TOKEN]
-
-    def text(self, slot: int = 0, generation: int = 0) -> str:
-        return TEXT.decode([t for t, _, flags in self.records[slot, generation] if not flags & (NO_TOKEN | SILENT)])
-
-    def finish(self, slot: int = 0, generation: int = 0) -> Finish:
-        records = self.records[slot, generation]
-        assert [index for _, index, _ in records] == list(range(len(records)))
-        assert all(not flags & FINISH_MASK for _, _, flags in records[:-1])
-        return Finish(records[-1][2] & FINISH_MASK) if records else Finish.NONE
-
-
-def one(prompt: str = "hello", config: dict[str, Any] | None = None, **sampling: Any) -> Bench:
-    bench = Bench(**(config or {}))
-    bench.submit(prompt, **sampling)
-    bench.run()
-    return bench
+from evap.messages import NO_TOKEN, SILENT, Finish, GenerateRequest, ReplicaState, SamplingParams
+from tests.engine.synthetic_bench import TEXT, Bench, ManualClock, one
 
 
 def test_max_tokens_ends_with_length() -> None:
@@ -134,33 +37,10 @@ def test_ignore_eos_and_min_tokens_put_the_end_off() -> None:
     assert len(one(config={"synthetic_tokens": 5}, max_tokens=50, min_tokens=20).tokens()) == 21
 
 
-def test_a_stop_token_ends_it_unless_min_tokens_forbids() -> None:
-    said = one(max_tokens=60, ignore_eos=True).tokens()
-    stop = said[9]
-    first = said.index(stop)
-    bench = one(max_tokens=60, stop_token_ids=(stop, 3))
-    assert bench.tokens() == said[: first + 1]
-    assert bench.records[0, 0][-1][2] == SILENT | Finish.STOP
-    later = one(max_tokens=60, stop_token_ids=(said[0],), min_tokens=1).tokens()
-    assert len(later) > 1
-    assert later[0] == said[0]
-
-
 def test_the_context_is_a_limit() -> None:
     prompt = "hello"
     length = len(TEXT.encode(prompt))
     assert len(one(prompt, {"max_model_len": length + 4}, max_tokens=100).tokens()) == 4
-
-
-def test_prompt_and_seed_decide_what_is_said() -> None:
-    texts = {(p, s): one(p, max_tokens=8, seed=s).text() for p in ("a", "b", "c") for s in range(6)}
-    assert len(set(texts.values())) > 5
-    assert all(one(p, max_tokens=8, seed=s).text() == text for (p, s), text in list(texts.items())[:4])
-
-
-@pytest.mark.parametrize("word", ["k7", "Zürich-9", "x" * 60, "日本語"])
-def test_a_canary_is_repeated(word: str) -> None:
-    assert one(f"say canary:{word}. now", max_tokens=200, ignore_eos=True).text().startswith(f"{word} {word} ")
 
 
 def test_every_stream_says_its_own_canary_while_others_come_and_go() -> None:
@@ -172,32 +52,6 @@ def test_every_stream_says_its_own_canary_while_others_come_and_go() -> None:
     for wave, slot in itertools.product(range(4), range(20)):
         assert set(bench.text(slot, wave).split()[:-1]) == {f"w{wave}s{slot}"}
         assert bench.finish(slot, wave) is Finish.LENGTH
-
-
-def test_babel_is_hard_and_whole() -> None:
-    text = one("babel:", max_tokens=400, ignore_eos=True, seed=1).text()
-    for thing in ("\U0001f600", "\u200d", "\x00", '"""', "\\", "\r\n", "\u2028", "e\u0301", "antidis"):
-        assert thing in text
-    parts = [TEXT.token_bytes(t) for t in one("babel:", max_tokens=400, ignore_eos=True, seed=1).tokens()]
-    assert any(len(p) > 24 for p in parts)
-    assert b"".join(parts).decode() == text  # valid UTF-8 though many parts are not
-
-
-def test_logprobs_are_consistent() -> None:
-    bench = Bench()
-    bench.submit(slot=1, max_tokens=4)
-    bench.submit(slot=2, max_tokens=4, logprobs=3)
-    bench.submit(slot=3, max_tokens=4, logprobs=0)
-    bench.run()
-    for batch in bench.batches:
-        scored = {i for i, flags in enumerate(batch.flags.tolist()) if flags & HAS_LOGPROBS}
-        assert scored == set(batch.logprobs)
-        for i, entry in batch.logprobs.items():
-            assert len(entry.top) == (3 if batch.slot[i] == 2 else 0)
-            values = [t.logprob for t in entry.top]
-            assert values == sorted(values, reverse=True)
-            assert entry.logprob <= 0
-            assert not entry.top or (entry.top[0].token, entry.top[0].logprob) == (batch.token[i], entry.logprob)
 
 
 def test_a_step_is_one_batch_and_batches_cannot_be_changed_behind_the_engine() -> None:
