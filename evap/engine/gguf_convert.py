@@ -105,8 +105,11 @@ def convert(gguf_path: Path, target: Path, progress: Progress) -> None:
     except ImportError as e:
         raise StartupError("converting a GGUF model needs the gguf package", remedy="pip install 'evap[torch]'") from e
     progress("reading model file", 0, 0)
-    reader = GGUFReader(str(gguf_path))
-    meta = {name: field.contents() for name, field in reader.fields.items()}
+    try:
+        reader = GGUFReader(str(gguf_path))
+        meta = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, LookupError) as e:
+        raise StartupError(f"{gguf_path.name} is not a readable GGUF file: {e}", remedy="fetch the model again") from e
     if meta.get("general.architecture") != "llama":
         raise StartupError(f"GGUF architecture {meta.get('general.architecture')!r} is not supported (only llama)")
     names = {t.name for t in reader.tensors}
