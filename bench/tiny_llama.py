@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB = 2048
 CONTEXT = 4096
@@ -27,7 +29,8 @@ TEMPLATE = (
 
 def config(layers: int) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": layers,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
+        "num_hidden_layers": layers,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "intermediate_size": MLP,
         "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
@@ -61,8 +64,6 @@ def weights(layers: int, seed: int) -> dict[str, np.ndarray]:
 
 def tokenizer(path: Path) -> None:
     """Byte-level BPE, trained on texts that every Python has, plus words beyond ASCII."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -85,8 +86,6 @@ def tokenizer(path: Path) -> None:
 
 def build(path: Path, *, layers: int = 1, seed: int = 0) -> Path:
     """Write the model into `path` unless it is there. Returns `path`."""
-    from safetensors.numpy import save_file
-
     if (path / "model.safetensors").exists():
         return path
     path.mkdir(parents=True, exist_ok=True)
