@@ -141,9 +141,14 @@ class Http2Core:
 
     def take_output(self) -> list[bytes | memoryview]:
         self._flush()
+        self._leave_if_done()
         self.outbox.pull()
         self.writes.given(self.outbox.size)
         return self.outbox.take()
+
+    @property
+    def more(self) -> bool:
+        return bool(self.outbox.out) or self.outbox.pending
 
     @property
     def closing(self) -> bool:
@@ -272,6 +277,14 @@ class Http2Core:
         self.outbox.append(data)
         self.budgets.window.give(WINDOW_CREDIT * frames)
         self._notify()
+
+    def take_rows(self, data: bytes | memoryview, frames: int, charge: int) -> bool:
+        conn = self.conn
+        if conn.outbound_flow_control_window < charge or not self.writable:
+            return False
+        conn.outbound_flow_control_window -= charge
+        self.append_raw(data, frames)
+        return True
 
     # --- inside ---
 

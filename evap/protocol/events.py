@@ -144,6 +144,11 @@ class Core(Protocol):
         ...
 
     @property
+    def more(self) -> bool:
+        """There may be more output already: ask `take_output` again."""
+        ...
+
+    @property
     def closing(self) -> bool:
         """Close the transport once the output is written."""
         ...

@@ -173,6 +173,10 @@ class Http1Core:
         return out
 
     @property
+    def more(self) -> bool:
+        return bool(self._out)
+
+    @property
     def closing(self) -> bool:
         """True also while output is outstanding."""
         return self.phase in (Phase.LAST, Phase.GONE)

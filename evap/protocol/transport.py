@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -130,6 +131,7 @@ class ServerProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._peer = ""
         self._tls = False
+        self._fd = -1  # of a plain TCP connection
         self._sniffed = b""
         self._marked = False
         self._said_bye = False  # nothing is written any more; input is thrown away until the peer closes
@@ -148,6 +150,8 @@ class ServerProtocol(asyncio.Protocol):
         self._peer = _address(stream.get_extra_info("peername"))
         tls = stream.get_extra_info("ssl_object")
         self._tls = tls is not None
+        sock = stream.get_extra_info("socket")
+        self._fd = sock.fileno() if tls is None and sock is not None else -1
         self.due_ns = hub.clock() + to_ns(hub.config.preface_timeout_s)
         if shared.draining or shared.connections > hub.config.max_connections:
             self._turn_away(tls)
@@ -181,12 +185,13 @@ class ServerProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()
-        self._transport = None
+        self._transport, self._fd = None, -1
         self._hub.shared.connections -= 1
         self._hub.live.discard(self)
 
     def pause_writing(self) -> None:
-        if self._transport is not None and not self._said_bye:
+        """Rule 2. HTTP/1.1 bounds its input itself, and must go on reading to notice a client that leaves."""
+        if self._transport is not None and not self._said_bye and isinstance(self._core, Http2Core):
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
@@ -211,9 +216,12 @@ class ServerProtocol(asyncio.Protocol):
         try:
             for _ in range(MAX_ROUNDS):
                 out = core.take_output()
-                if out:
-                    transport.write(out[0] if len(out) == 1 and type(out[0]) is bytes else b"".join(out))
-                self._dispatch(core.written(transport.get_write_buffer_size(), self._hub.clock()))
+                queued = self._write(transport, out) if out else transport.get_write_buffer_size()
+                events = core.written(queued, self._hub.clock())
+                if events:
+                    self._dispatch(events)
+                elif not core.more:
+                    break
                 if not out:
                     break
             else:
@@ -261,6 +269,25 @@ class ServerProtocol(asyncio.Protocol):
         core.wake = self._wake
         self._core = core
         return core
+
+    def _write(self, transport: asyncio.Transport, out: list[bytes | memoryview]) -> int:
+        """Write now; the octets that the transport still holds.
+
+        uvloop and asyncio keep small writes until the end of the loop pass. With nothing queued the socket may be
+        written to directly, which is sooner and cheaper; what it does not take goes through the transport, so that
+        order, errors and the end of a connection stay its business. Never over TLS, never after close.
+        """
+        data = out[0] if len(out) == 1 else b"".join(out)
+        if self._fd >= 0 and not transport.is_closing() and not transport.get_write_buffer_size():
+            try:
+                sent = os.write(self._fd, data)
+            except OSError:  # full, or broken: the transport finds out which
+                sent = 0
+            if sent == len(data):
+                return 0
+            data = memoryview(data)[sent:]
+        transport.write(data)
+        return transport.get_write_buffer_size()
 
     def _wake(self) -> None:
         if not self._marked:
