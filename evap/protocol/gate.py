@@ -99,8 +99,9 @@ class Gate:
     __slots__ = ("_block_limit", "_data", "_first", "_fragments", "_head", "_pos", "_preface")
 
     def __init__(self, max_header_list_bytes: int) -> None:
-        #: HPACK makes a block smaller than its list, except for tiny fields; the list itself is counted by the decoder.
-        self._block_limit = max_header_list_bytes
+        #: A block is hardly ever longer than its list, which the decoder counts; up to twice the limit can be a
+        #: mistake, and is answered with 431.
+        self._block_limit = 2 * max_header_list_bytes
         self._preface = PREFACE
         self._data = b""
         self._pos = 0

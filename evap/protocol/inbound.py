@@ -34,7 +34,7 @@ class Inbound:
         self._core = core
         self._conn = core.conn
         self._filter = SettingsFilter()
-        self._priorities: dict[int, bytes] = {}  # PRIORITY_UPDATE for streams that are still idle
+        self.waiting_priorities: dict[int, bytes] = {}  # PRIORITY_UPDATE for streams that are still idle
         self._last: tuple[Fields | None, bool, Head] = (None, False, _NO_HEAD)
         self.greeted = False  # the client's first SETTINGS are here
         self._handlers = {
@@ -109,7 +109,7 @@ class Inbound:
         stream.head = head
         stream.length = parsed.length
         stream.no_body = head.method == "HEAD"
-        early = self._priorities.pop(stream.stream_id, None)
+        early = self.waiting_priorities.pop(stream.stream_id, None)
         if early is not None:
             stream.urgency = early
             stream.head = replace(head, index={**head.index, b"priority": early})
@@ -267,8 +267,8 @@ class Inbound:
         stream = self._core.streams.get(sid)
         if stream is not None:
             stream.urgency = value
-        elif self._conn.is_idle(sid) and len(self._priorities) < self._core.config.max_concurrent_streams:
-            self._priorities[sid] = value
+        elif self._conn.is_idle(sid) and len(self.waiting_priorities) < self._core.config.max_concurrent_streams:
+            self.waiting_priorities[sid] = value
 
     def _dropped(self, frame: Frame) -> None:
         """PRIORITY (deprecated, RFC 9113 5.3.2), ALTSVC and ORIGIN (not from clients), unknown types (5.5)."""

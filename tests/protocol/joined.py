@@ -129,7 +129,7 @@ class Joined:
         self.client = H2Connection(H2Configuration(client_side=True, header_encoding=None))
         self.client.initiate_connection()
         if client:
-            self.client.update_settings(client)  # type: ignore[arg-type]
+            self.client.update_settings(client)
         self.events: list[Event] = []
         self.seen: list[H2Event] = []
         self.pump()
