@@ -176,9 +176,6 @@ class Http2Core:
             self.sent_end(stream)
         self._notify()
 
-    def send_continue(self, stream: Stream) -> None:
-        self.outbox.head(stream, hpack_out.status(100), end=False, informational=True)
-
     def enqueue(self, stream: Stream) -> None:
         self.outbox.add(stream)
         self._notify()
@@ -249,8 +246,8 @@ class Http2Core:
         return not self._closing and self.writes.queued + self.outbox.size < HIGH_WATER
 
     def acquire(self, reply: Reply) -> int | None:
-        stream = self._own(reply)
-        if stream is None or not stream.alive or not stream.started or stream.no_body or stream.buffered:
+        stream = self.streams.get(reply.stream_id)
+        if stream is not reply or not stream.alive or not stream.started or stream.no_body or stream.buffered:
             return None
         stream.on_rows = True
         return stream.h2.outbound_flow_control_window
@@ -269,27 +266,18 @@ class Http2Core:
         if stream is not None:
             stream.h2.outbound_flow_control_window -= n
 
-    def spend_connection(self, n: int) -> None:
-        self.conn.outbound_flow_control_window -= n
-
-    def append_raw(self, data: bytes | memoryview, frames: int) -> None:
-        self.outbox.pull()
-        self.outbox.append(data)
-        self.budgets.window.give(WINDOW_CREDIT * frames)
-        self._notify()
-
     def take_rows(self, data: bytes | memoryview, frames: int, charge: int) -> bool:
         conn = self.conn
         if conn.outbound_flow_control_window < charge or not self.writable:
             return False
         conn.outbound_flow_control_window -= charge
-        self.append_raw(data, frames)
+        self.outbox.pull()
+        self.outbox.append(data)
+        self.budgets.window.give(WINDOW_CREDIT * frames)
+        self._notify()
         return True
 
     # --- inside ---
-
-    def _own(self, reply: Reply) -> Stream | None:
-        return reply if isinstance(reply, Stream) and reply.core is self else None
 
     def _notify(self) -> None:
         if not self._busy and self.wake is not None:

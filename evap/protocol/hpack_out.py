@@ -72,6 +72,10 @@ def status(code: int) -> bytes:
     return known
 
 
+#: The whole block of an interim 100 response (RFC 9110 15.2.1).
+CONTINUE: Final = status(100)
+
+
 def block(headers: HeaderList) -> bytes:
     """Octets of an ordinary field list (trailers, or a response head after its :status)."""
     return b"".join([field(name, value) for name, value in headers])

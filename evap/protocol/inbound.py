@@ -12,7 +12,7 @@ from evap.protocol.events import RequestHead
 from evap.protocol.gate import Frame, SettingsFilter, Violation
 from evap.protocol.h2seam import SettingsAcknowledged, StreamReset
 from evap.protocol.hpack_in import Fields, OversizedList
-from evap.protocol.hpack_out import NO_TABLE
+from evap.protocol.hpack_out import CONTINUE, NO_TABLE
 from evap.protocol.limits import MAX_FRAME, TINY_DATA, to_ns
 from evap.protocol.request_head import Head, Malformed, check_trailers, parse
 from evap.protocol.stream import Action, Input, State, Stream
@@ -122,7 +122,7 @@ class Inbound:
         else:
             core.arm(core.now_ns + to_ns(core.config.body_timeout_s))
             if parsed.wants_continue:
-                core.send_continue(stream)
+                core.outbox.head(stream, CONTINUE, end=False, informational=True)
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"the body is larger than {self._core.config.max_body_bytes} bytes")

@@ -14,18 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 from evap.config import ProtocolConfig
-from evap.errors import Overloaded
+from evap.protocol import sockets
 from evap.protocol.connection import Http2Core
 from evap.protocol.events import Event
 from evap.protocol.gate import PREFACE
-from evap.protocol.headers import error_body
 from evap.protocol.http1 import Http1Core
 from evap.protocol.limits import HIGH_WATER, LOW_WATER, NEVER, NS, Shared, to_ns
 
@@ -39,7 +36,6 @@ MAX_ROUNDS: Final = 4
 #: The timer's longest and shortest period.
 MAX_PERIOD_S: Final = 1.0
 MIN_PERIOD_S: Final = 0.02
-_CLOSE_WITH: Final = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
 
 
 class Hub:
@@ -146,12 +142,12 @@ class ServerProtocol(asyncio.Protocol):
         shared.connections += 1
         hub.live.add(self)
         stream.set_write_buffer_limits(high=HIGH_WATER // 2, low=LOW_WATER)
-        _no_delay(stream.get_extra_info("socket"))
-        self._peer = _address(stream.get_extra_info("peername"))
-        tls = stream.get_extra_info("ssl_object")
-        self._tls = tls is not None
         sock = stream.get_extra_info("socket")
+        sockets.no_delay(sock)
+        self._peer = sockets.address(stream.get_extra_info("peername"))
+        tls = stream.get_extra_info("ssl_object")
         self._fd = sock.fileno() if tls is None and sock is not None else -1
+        self._tls = tls is not None
         self.due_ns = hub.clock() + to_ns(hub.config.preface_timeout_s)
         if shared.draining or shared.connections > hub.config.max_connections:
             self._turn_away(tls)
@@ -216,7 +212,7 @@ class ServerProtocol(asyncio.Protocol):
         try:
             for _ in range(MAX_ROUNDS):
                 out = core.take_output()
-                queued = self._write(transport, out) if out else transport.get_write_buffer_size()
+                queued = sockets.write(transport, self._fd, out) if out else transport.get_write_buffer_size()
                 events = core.written(queued, self._hub.clock())
                 if events:
                     self._dispatch(events)
@@ -269,25 +265,6 @@ class ServerProtocol(asyncio.Protocol):
         core.wake = self._wake
         self._core = core
         return core
-
-    def _write(self, transport: asyncio.Transport, out: list[bytes | memoryview]) -> int:
-        """Write now; the octets that the transport still holds.
-
-        uvloop and asyncio keep small writes until the end of the loop pass. With nothing queued the socket may be
-        written to directly, which is sooner and cheaper; what it does not take goes through the transport, so that
-        order, errors and the end of a connection stay its business. Never over TLS, never after close.
-        """
-        data = out[0] if len(out) == 1 else b"".join(out)
-        if self._fd >= 0 and not transport.is_closing() and not transport.get_write_buffer_size():
-            try:
-                sent = os.write(self._fd, data)
-            except OSError:  # full, or broken: the transport finds out which
-                sent = 0
-            if sent == len(data):
-                return 0
-            data = memoryview(data)[sent:]
-        transport.write(data)
-        return transport.get_write_buffer_size()
 
     def _wake(self) -> None:
         if not self._marked:
@@ -348,26 +325,10 @@ class ServerProtocol(asyncio.Protocol):
     def _turn_away(self, tls: object) -> None:
         """Too many connections, or on the way out. Who speaks HTTP/2 sees a closed connection, and tries again."""
         if tls is None and self._transport is not None:
-            body = error_body(Overloaded("too many connections", retry_after_s=1.0))
-            head = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-            self._transport.write(_CLOSE_WITH + head + body)
+            self._transport.write(sockets.TURNED_AWAY)
         self._close()
 
     def _bug(self) -> None:
         """Rule 5. The peer is told nothing but the end."""
         logger.exception("connection of %s ended by an error of ours", self._peer)
         self.abort()
-
-
-def _no_delay(sock: socket.socket | None) -> None:
-    """Frames are written when they are complete; Nagle's algorithm would hold the last one back for a round trip."""
-    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _address(peername: object) -> str:
-    if isinstance(peername, tuple) and len(peername) >= 2:
-        host, port = peername[:2]
-        return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
-    return str(peername or "")

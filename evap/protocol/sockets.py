@@ -1,0 +1,62 @@
+"""What the shell does to a socket, without a loop: options, addresses, and the direct write."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from evap.errors import Overloaded
+from evap.protocol.headers import error_body
+
+_BODY: Final = error_body(Overloaded("too many connections"))
+#: For a connection over the limit, before anybody knows what it speaks.
+TURNED_AWAY: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(_BODY)
+) + _BODY
+
+
+class Transport(Protocol):
+    """The part of asyncio.WriteTransport that `write` needs."""
+
+    def write(self, data: bytes | memoryview, /) -> None: ...
+    def is_closing(self) -> bool: ...
+    def get_write_buffer_size(self) -> int: ...
+
+
+def write(transport: Transport, fd: int, out: Sequence[bytes | memoryview]) -> int:
+    """Write now, as one piece; returns the octets that the transport still holds.
+
+    uvloop and asyncio keep small writes until the end of the loop pass. With nothing queued the socket may be written
+    to directly, which is sooner and cheaper; what it does not take goes through the transport, so that order, errors
+    and the end of a connection stay its business. fd: of a plain TCP connection, -1 over TLS (records are not ours).
+    """
+    data = out[0] if len(out) == 1 else b"".join(out)
+    if fd >= 0 and not transport.is_closing() and not transport.get_write_buffer_size():
+        try:
+            sent = os.write(fd, data)
+        except OSError:  # full, or broken: the transport finds out which
+            sent = 0
+        if sent == len(data):
+            return 0
+        data = memoryview(data)[sent:]
+    transport.write(data)
+    return transport.get_write_buffer_size()
+
+
+def no_delay(sock: socket.socket | None) -> None:
+    """Frames are written when they are complete; Nagle's algorithm would hold the last one back for a round trip."""
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def address(peername: object) -> str:
+    """host:port for logs; an IPv6 address in brackets."""
+    if isinstance(peername, tuple) and len(peername) >= 2:
+        host, port = peername[:2]
+        return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+    return str(peername or "")
