@@ -51,7 +51,7 @@ class MeterWriter(Protocol):
         ...
 
 
-class _State:
+class MeterState:
     """Slot and Meter of the kernels, and the memory that they publish to; goes on from what the memory holds."""
 
     def __init__(self, page: Any, ring: Any = None, capacity: int = 0) -> None:
@@ -89,7 +89,7 @@ class CompiledMeter:
     """The kernels' own text, built for the CPU (`build.host_library`). block: 1, or more for tests of the kernels."""
 
     def __init__(self, library: Path, page: Any, ring: Any = None, capacity: int = 0, *, block: int = 1) -> None:
-        self._state = _State(page, ring, capacity)
+        self._state = MeterState(page, ring, capacity)
         self.block = block
         self.library = ctypes.CDLL(str(library))
         self.library.evap_clock.argtypes = [ctypes.c_uint64]
@@ -127,7 +127,7 @@ class NumpyMeter:
     """The kernels' results without a compiler."""
 
     def __init__(self, page: Any, ring: Any = None, capacity: int = 0) -> None:
-        self._state = _State(page, ring, capacity)
+        self._state = MeterState(page, ring, capacity)
 
     def begin(self, joins: Sequence[Join], now_ns: int) -> None:
         state = self._state
@@ -219,7 +219,7 @@ class NumpyMeter:
             state.line[word] = int(meter["tag"][0]) << layout.VALUE_BITS | values[word] & layout.VALUE_MASK
 
 
-def _put_rows(state: _State, slots: npt.NDArray[Any]) -> None:
+def _put_rows(state: MeterState, slots: npt.NDArray[Any]) -> None:
     table = state.slots
     table["tag"][slots] = table["tag"][slots] % layout.LINE_TAGS + 1
     rows = table[slots]
@@ -237,7 +237,7 @@ class BatchCounter:
     """
 
     def __init__(self, page: Any) -> None:
-        self._state = _State(page)
+        self._state = MeterState(page)
         self._touched = np.zeros(len(self._state.slots), np.bool_)
 
     def open(self, slot: int, generation: int, prompt: int) -> None:

@@ -19,7 +19,7 @@ from tests.metering.reference import EPOCH_NS, Reference, int32, new_memory, rec
 SLOTS = 6
 WIDTH = 3
 CAPACITY = 64
-many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 joins = st.lists(
     st.builds(

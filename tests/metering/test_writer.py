@@ -119,7 +119,7 @@ def test_batches_are_counted_and_shown_when_told() -> None:
         max_size=6,
     )
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_counts_are_those_of_counting_one_by_one(batches: list[list[tuple[int, int, int, int]]]) -> None:
     page, _ = new_memory(SLOTS, 1)
     counter, reader = BatchCounter(page), PageReader(page)
