@@ -121,7 +121,7 @@ class ChatTemplate:
         try:
             chat = [_plain(m, self._wants_parts[name]) for m in messages]
             if goes_on:
-                _tag_final(chat[-1])
+                chat[-1] = _tagged(chat[-1])
             variables["messages"] = chat
             return _cut_at_tag(self._run(name, variables), goes_on)
         except InvalidRequest:
@@ -149,16 +149,16 @@ class ChatTemplate:
         return message[:400] if message and message in self._sources[name] else echo(message)
 
 
-def _plain(message: object, wants_parts: bool) -> dict[str, Any]:
+def _plain(message: object, wants_parts: bool) -> Mapping[str, Any]:
     """A message as templates expect it: a dict without None, arguments of tool calls decoded, text parts joined."""
     if not isinstance(message, Mapping):
         raise InvalidRequest("each message must be an object", param="messages")
+    content = message.get("content")
+    if type(content) is str and len(message) == 2 and None not in message.values():
+        return message  # the usual case; the sandbox lets no template change it
     plain = {k: v for k, v in message.items() if v is not None}
-    content = plain.get("content")
     if isinstance(content, list) and not wants_parts:
         plain["content"] = _joined(content)
-    elif isinstance(content, str) and "tool_calls" not in plain and len(plain) == 2:
-        return plain
     if plain.get("tool_calls"):
         plain["tool_calls"] = [_decoded_call(c) for c in plain["tool_calls"]]
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
@@ -188,17 +188,16 @@ def _decoded_call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _tag_final(message: dict[str, Any]) -> None:
+def _tagged(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with a mark at the end of its text."""
     content = message.get("content")
     if isinstance(content, str):
-        message["content"] = content + _CONTINUE
-        return
+        return {**message, "content": content + _CONTINUE}
     parts = list(content) if isinstance(content, list) else []
     for i in reversed(range(len(parts))):
         if isinstance(parts[i], Mapping) and isinstance(parts[i].get("text"), str):
             parts[i] = {**parts[i], "text": parts[i]["text"] + _CONTINUE}
-            message["content"] = parts
-            return
+            return {**message, "content": parts}
     raise InvalidRequest("the final message has no text to continue", param="continue_final_message")
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -26,7 +26,8 @@ _PIECE: Final = 4096
 _WINDOW: Final = 1 << 18
 #: Texts that are encoded in one call: enough for many cores, few enough that freeing the results is short.
 _BATCH: Final = 64
-_ENTRY_OVERHEAD: Final = 200
+_ENTRY_OVERHEAD: Final = 150
+Ids = tuple[int, ...]
 
 #: Letters that every pre-tokenizer below takes for letters: ASCII, kana, CJK, Hangul.
 _LETTER: Final = "A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3"
@@ -62,71 +63,67 @@ _ANYWHERE: Final = frozenset(
 )
 
 
-class _Part(NamedTuple):
-    """A piece of a text: what to encode, and the id that its first token must be (and is dropped), or -1."""
-
-    text: str
-    lead: int
-
-
 class Splitter:
     """How a tokenizer's texts may be taken apart. `why` is not empty when they may not."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         spec = _spec(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
-        self._ids = {t.content: i for i, t in added.items() if not t.normalized and t.content}
-        literal = [added[i] for i in self._ids.values()]
+        literal = [t for t in added.values() if not t.normalized and t.content]
+        self._ids = {t.content: (i,) for i, t in added.items() if not t.normalized and t.content}
         self._odd = frozenset(t.content for t in literal if t.lstrip or t.single_word)
         self._longest = max((len(t.content) for t in literal), default=0)
         self._pattern = _alternatives(literal)
         steps = _steps(spec["pre_tokenizer"])
         anywhere = all(s["type"] in _ANYWHERE or _is_steady(s) for s in steps)
         #: Tokens after which a piece is encoded together with them: they eat white space, or position matters.
-        self._leads = frozenset(t.content for t in literal if t.rstrip or not anywhere)
+        self.leads = tuple(t.content for t in literal if t.rstrip or not anywhere)
         #: Added tokens that are looked for later, inside the pieces: a cut must not come into or beside one.
         inner = [t for t in added.values() if t.normalized]
         clear = not any(t.lstrip or t.rstrip or t.single_word or len(t.content.split()) != 1 for t in inner)
         self._cuts = anywhere and clear and _may_cut(spec["normalizer"], steps)
         self.why = "its model drops merges at random" if getattr(tokenizer.model, "dropout", None) else ""
 
-    def split(self, text: str) -> list[_Part | int] | None:
-        """Pieces and ids in order, or None when this text must be encoded as a whole."""
+    def split(self, text: str) -> list[str | Ids] | None:
+        """Pieces to encode and ids, in order, or None when this text must be encoded as a whole. A piece that starts
+        with one of `leads` is encoded with that token, whose id is then dropped."""
         if self.why:
             return None
-        parts: list[_Part | int] = []
+        parts: list[str | Ids] = []
         start, lead = 0, ""
-        for token, begin, end in self._tokens(text):
+        for found in self._tokens(text):
+            token = found.group()
             if token in self._odd:
                 return None
+            begin = found.start()
             if begin > start:
                 self._cut(text, start, begin, lead, parts)
             parts.append(self._ids[token])
-            start, lead = end, token
+            start, lead = found.end(), token
         if start < len(text):
             self._cut(text, start, len(text), lead, parts)
         return parts
 
-    def _tokens(self, text: str) -> Iterator[tuple[str, int, int]]:
+    def _tokens(self, text: str) -> Iterator[re.Match[str]]:
         """Added tokens from left to right, the longest at each place, as tokenizers' Aho-Corasick finds them."""
         if self._pattern is None:
             return
         at = 0
         while at < len(text):
             bound = at + _WINDOW
-            found = self._pattern.search(text, at, bound + self._longest)
-            if found is not None and found.start() < bound:
-                at = found.end()
-                yield found.group(), found.start(), at
-            else:
-                at = bound
+            at = bound
+            for found in self._pattern.finditer(text, bound - _WINDOW, bound + self._longest):
+                if found.start() >= bound:
+                    break
+                at = max(at, found.end())
+                yield found
 
-    def _cut(self, text: str, start: int, stop: int, lead: str, parts: list[_Part | int]) -> None:
+    def _cut(self, text: str, start: int, stop: int, lead: str, parts: list[str | Ids]) -> None:
         """Append text[start:stop], which comes after the added token `lead`, in one or more pieces."""
-        head = lead if lead in self._leads else ""
+        head = lead if lead in self.leads else ""
         while start < stop:
             end = _next_cut(text, start + _PIECE, stop) if self._cuts and stop - start >= 2 * _PIECE else stop
-            parts.append(_Part(head + text[start:end], self._ids[head] if head else -1))
+            parts.append(head + text[start:end])
             start, head = end, ""
 
 
@@ -190,9 +187,9 @@ class TokenCache:
         self._splitter = Splitter(tokenizer)
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._known: OrderedDict[_Part, list[int]] = OrderedDict()
+        #: Tuples of shared ints: 8 bytes per token, and nothing for the garbage collector to walk through.
+        self._known: OrderedDict[str, Ids] = OrderedDict()
         self._lock = threading.Lock()
-        #: one int object per id, shared by all lists: 8 bytes per token instead of 40
         self._ints = list(range(max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1))
 
     @property
@@ -208,70 +205,69 @@ class TokenCache:
         """Ids of `text`. Raises ContextOverflow as soon as there are more than `limit` (0: no limit), and
         InvalidRequest for a text that is not Unicode (a lone surrogate)."""
         parts = self._splitter.split(text)
+        out: list[int] = []
         if parts is None:
-            ids = self._encode([text])[0]
-            _check(len(ids), limit)
-            return ids
-        known = self._look_up(parts)
-        missing = [p for p in dict.fromkeys(p for p in parts if isinstance(p, _Part)) if p not in known]
-        if missing:
-            count = sum(1 if isinstance(p, int) else len(known.get(p, ())) for p in parts)
-            self._encode_missing(missing, known, count, limit)
-        ids = []
-        for part in parts:
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += known[part]
-        _check(len(ids), limit)
-        return ids
+            out += self._encode([text])[0]
+        else:
+            found = self._look_up(parts)
+            fresh = self._encode_missing(parts, found, limit) if None in found else {}
+            for part, ids in zip(parts, found, strict=True):
+                out += fresh[part] if ids is None else ids  # type: ignore[index]  # what is not found is a str
+        _check(len(out), limit)
+        return out
 
-    def _look_up(self, parts: Sequence[_Part | int]) -> dict[_Part, list[int]]:
-        found: dict[_Part, list[int]] = {}
+    def _look_up(self, parts: Sequence[str | Ids]) -> list[Ids | None]:
+        found: list[Ids | None] = []
         with self._lock:
+            get, touch = self._known.get, self._known.move_to_end
             for part in parts:
-                if isinstance(part, _Part):
-                    ids = self._known.get(part)
-                    if ids is not None:
-                        self._known.move_to_end(part)
-                        found[part] = ids
+                if isinstance(part, tuple):
+                    found.append(part)
+                    continue
+                ids = get(part)
+                if ids is not None:
+                    touch(part)
+                found.append(ids)
         return found
 
-    def _encode_missing(self, missing: list[_Part], known: dict[_Part, list[int]], count: int, limit: int) -> None:
+    def _encode_missing(self, parts: Sequence[str | Ids], found: Sequence[Ids | None], limit: int) -> dict[str, Ids]:
+        pairs = zip(parts, found, strict=True)
+        missing = list(dict.fromkeys(p for p, ids in pairs if ids is None and isinstance(p, str)))
+        count = sum(len(ids) for ids in found if ids is not None)
+        fresh: dict[str, Ids] = {}
         for i in range(0, len(missing), _BATCH):
             batch = missing[i : i + _BATCH]
-            for part, ids in zip(batch, self._encode([p.text for p in batch]), strict=True):
-                if part.lead >= 0:
-                    del ids[0]
-                known[part] = ids
-                count += len(ids)
-            self._store(batch, known)
+            for text, ids in zip(batch, self._encode(batch), strict=True):
+                fresh[text] = ids[1:] if self._splitter.leads and text.startswith(self._splitter.leads) else ids
+                count += len(fresh[text])
+            self._store(batch, fresh)
             _check(count, limit)
+        return fresh
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _encode(self, texts: list[str]) -> list[Ids]:
         """One call for all texts: encode() of one keeps the interpreter lock, the batch call does not."""
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except (UnicodeError, TypeError) as e:
             raise InvalidRequest("the prompt is not valid Unicode text", param="prompt") from e
         shared: Callable[[int], int] = self._ints.__getitem__
-        return [list(map(shared, e.ids)) for e in encodings]
+        return [tuple(map(shared, e.ids)) for e in encodings]
 
-    def _store(self, parts: Sequence[_Part], ids: dict[_Part, list[int]]) -> None:
+    def _store(self, texts: Sequence[str], ids: dict[str, Ids]) -> None:
         with self._lock:
-            for part in parts:
-                size = _size(part, ids[part])
-                if part in self._known or size > self._max_bytes // 4:
+            for text in texts:
+                size = _size(text, ids[text])
+                if text in self._known or size > self._max_bytes // 4:
                     continue
-                self._known[part] = ids[part]
+                self._known[text] = ids[text]
                 self._bytes += size
             while self._bytes > self._max_bytes:
                 old, old_ids = self._known.popitem(last=False)
                 self._bytes -= _size(old, old_ids)
 
 
-def _size(part: _Part, ids: list[int]) -> int:
-    return sys.getsizeof(part.text) + 8 * len(ids) + _ENTRY_OVERHEAD
+def _size(text: str, ids: Ids) -> int:
+    return sys.getsizeof(text) + sys.getsizeof(ids) + _ENTRY_OVERHEAD
 
 
 def _check(count: int, limit: int) -> None:
