@@ -78,7 +78,7 @@ class Steps:
         choice = ChoiceRun(exchange, index)
         choice.slot, choice.generation = self.slots.take(choice)
         self._computed[choice.slot] = 0
-        self.rows.delivered[choice.slot] = 0
+        self.rows.forget(choice.slot)
         if exchange.kind == "tokens":
             self._raw[choice.slot] = True
             self._raw_count += 1
@@ -116,7 +116,7 @@ class Steps:
     def _sync(self, choice: ChoiceRun) -> None:
         if not choice.released:
             choice.computed = int(self._computed[choice.slot])
-            choice.row_delivered = int(self.rows.delivered[choice.slot])
+            choice.row_delivered = self.rows.delivered(choice.slot)
 
     def _release(self, choice: ChoiceRun) -> None:
         """The engine has confirmed the end: the slot may be used again."""
@@ -176,13 +176,13 @@ class Steps:
     def _plain(self, slots: Any, tokens: Any) -> None:
         """Records that are a token and nothing else."""
         if not self._raw_count:
-            written = self.rows.push(slots, self._fields[tokens], self._fast[tokens])
+            written = self.rows.push(slots, tokens, self._fields, self._fast[tokens])
         else:
             raw = self._raw[slots]
             written = np.zeros(len(slots), np.bool_)
-            written[raw] = self.rows.push(slots[raw], self._ids[tokens[raw]], np.ones(int(raw.sum()), np.bool_))
+            written[raw] = self.rows.push(slots[raw], tokens[raw], self._ids, np.ones(int(raw.sum()), np.bool_))
             text = ~raw
-            written[text] = self.rows.push(slots[text], self._fields[tokens[text]], self._fast[tokens[text]])
+            written[text] = self.rows.push(slots[text], tokens[text], self._fields, self._fast[tokens[text]])
         if not written.all():
             slow = ~written
             self._slow(slots[slow].tolist(), tokens[slow].tolist())

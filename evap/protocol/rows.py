@@ -2,23 +2,25 @@
 
 Every running slot that needs no text processing owns a *row*: a complete HTTP/2 DATA frame (or HTTP/1.1 chunk)
 whose JSON text field has a fixed width, because JSON allows spaces after the closing quote. Frame header, prefix and
-tail are written once, when the slot joins; a step gathers the rows of its slots and fills in the text fields:
+tail are written once, when the slot joins. The slots of a step, sorted by connection, make a *plan* with dense copies
+of their rows; as long as the next step has the same slots it is
 
-    out = rows[slots]; out["text"] = fragments[tokens]
+    plan.text[:] = fragments[tokens]        and one slice of the dense rows for each connection.
 
 Rules:
-1. `push` never hands out a live view: `out` is a fresh array, so the transport may keep it for as long as it likes.
+1. `push` never hands out a live view: what a connection is given is a copy that nobody changes.
 2. A record is written as a row only if all records of its slot in this batch can be; else all of them are returned
    to the caller, so that the tokens of a stream keep their order.
 3. While a stream is on rows its flow-control window lives here (`window`), and is written back to the wire core
    before the core looks at it (`before_window_frame`, `release`). The connection's window is always the core's.
 4. n choices of one request share one stream, so one window cell.
-5. Joining and leaving touch one row: O(1).
+5. Joining and leaving touch one row: O(1), and cost the next step a new plan.
+6. A plan counts its steps; `_apply` turns them into windows and delivered tokens before anybody looks at those.
 """
 
 from __future__ import annotations
 
-import mmap
+import itertools
 import struct
 from typing import Final
 
@@ -26,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evap.protocol.events import Reply, RowCore
+from evap.protocol.rowplan import Format, Part, Plan
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int32]
@@ -34,23 +37,6 @@ _H2_HEAD: Final = struct.Struct(">HBBBL")
 OFF: Final = -1
 #: a group's key is format * _LANES + lane, in 31 bits
 _LANES: Final = 1 << 22
-
-
-class _Format:
-    """Rows of one shape: all have the same header, prefix, text and tail widths. Memory: max_slots x width.
-
-    charge: bytes that flow control counts (RFC 9113 5.2: the payload of DATA, not the frame header).
-    """
-
-    __slots__ = ("charge", "dtype", "rows", "width")
-
-    def __init__(self, max_slots: int, head: int, prefix: int, text: int, tail: int) -> None:
-        self.dtype = np.dtype([("head", f"V{head + prefix}"), ("text", f"V{text}"), ("tail", f"V{tail}")])
-        self.width = self.dtype.itemsize
-        self.charge = self.width - head
-        # One page-aligned, shareable segment: it can be pinned, and the device could fill in the text fields.
-        segment = mmap.mmap(-1, max_slots * self.width)
-        self.rows = np.frombuffer(segment, dtype=self.dtype)
 
 
 class _Lane:
@@ -69,8 +55,7 @@ class RowTable:
 
     max_slots: size of the slot table. Arrays are indexed by slot: lane (int32, OFF when not on rows), cell (int32, the
     slot that holds the stream's window), form (int32 format number), stream (int64 HTTP/2 stream id); `window` (int64
-    bytes) is indexed by cell;
-    `delivered` (int64 tokens) counts what was handed to the transport within the windows.
+    bytes) is indexed by cell.
     """
 
     def __init__(self, max_slots: int) -> None:
@@ -80,11 +65,11 @@ class RowTable:
         self.form: IntArray = np.zeros(max_slots, np.int32)
         self.stream: npt.NDArray[np.int64] = np.zeros(max_slots, np.int64)
         self.window: npt.NDArray[np.int64] = np.zeros(max_slots, np.int64)
-        self.delivered: npt.NDArray[np.int64] = np.zeros(max_slots, np.int64)
+        self._delivered: npt.NDArray[np.int64] = np.zeros(max_slots, np.int64)
+        self._plan: Plan | None = None
         self._charges: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._mark: BoolArray = np.zeros(max_slots, np.bool_)
-        self._stamp: IntArray = np.zeros(max_slots, np.int32)
-        self._formats: list[_Format] = []
+        self._formats: list[Format] = []
         self._format_numbers: dict[tuple[int, int, int, int], int] = {}
         self._lanes: list[_Lane | None] = []
         self._free_lanes: list[int] = []
@@ -97,6 +82,7 @@ class RowTable:
 
         The slot must not be on rows.
         """
+        self._apply()
         core: RowCore = reply.core
         stream_id = reply.stream_id
         number = self._lane_of.get(id(core), OFF)
@@ -126,6 +112,7 @@ class RowTable:
         number = int(self.lane[slot])
         if number == OFF:
             return
+        self._apply()
         self.lane[slot] = OFF
         lane = self._lane(number)
         stream_id = int(self.stream[slot])
@@ -143,6 +130,7 @@ class RowTable:
         members = lane.members.get(reply.stream_id)
         if members is None:
             return
+        self._apply()
         for slot in members:
             self.lane[slot] = OFF
         self._off(number, lane, reply.stream_id)
@@ -157,18 +145,33 @@ class RowTable:
             self._lanes[number] = None
             self._free_lanes.append(number)
 
+    def forget(self, slot: int) -> None:
+        """The slot has a new user: its count of delivered tokens starts anew."""
+        self._apply()
+        self._delivered[slot] = 0
+
+    def delivered(self, slot: int) -> int:
+        """Tokens of the slot's present user that were handed to its connection within the windows."""
+        if self._plan is not None and self._plan.steps:
+            self._settle(self._plan)
+        return int(self._delivered[slot])
+
     def __contains__(self, slot: int) -> bool:
         return bool(self.lane[slot] != OFF)
 
     # Windows: what the core calls around WINDOW_UPDATE and SETTINGS frames (stream 0 is all)
 
     def before_window_frame(self, core: RowCore, stream_id: int) -> None:
+        if self._plan is not None:
+            self._settle(self._plan)
         for lane, sid in self._affected(core, stream_id):
             self._write_back(lane, sid)
 
     def after_window_frame(self, core: RowCore, stream_id: int) -> None:
         for lane, sid in self._affected(core, stream_id):
             self.window[lane.cells[sid]] = core.stream_window(sid)
+        if self._plan is not None:
+            self._settle(self._plan)
 
     def _affected(self, core: RowCore, stream_id: int) -> list[tuple[_Lane, int]]:
         number = self._lane_of.get(id(core))
@@ -186,45 +189,72 @@ class RowTable:
 
     # The step
 
-    def push(self, slots: IntArray, fields: npt.NDArray[np.void], ok: BoolArray) -> BoolArray:
-        """Write one row per record, in order. All arrays have the batch's length.
+    def push(self, slots: IntArray, tokens: IntArray, table: npt.NDArray[np.void], ok: BoolArray) -> BoolArray:
+        """Write one row per record, in order. slots, tokens and ok have the batch's length.
 
-        fields: V{text width}: the text of each record. ok: records that may be rows at all (their token is fast);
-        it is changed in place. Returns `ok`: True where the row was appended to its connection's output; the caller
-        sends the others its own way, after which their slots are no longer on rows.
+        table: V{text width}, shape (vocabulary,): the text field of each token. ok: records that may be rows at all
+        (their token is fast); it is changed in place. Returns `ok`: True where the row was given to its connection;
+        the caller sends the others its own way, after which their slots are no longer on rows.
         """
-        lanes = self.lane[slots]
-        ok &= lanes != OFF
+        plan = self._plan
+        if plan is not None and plan.left and np.array_equal(plan.slots, slots) and ok.all():
+            refused = plan.run(tokens, table)
+            if refused is None:
+                plan.left -= 1
+                plan.steps += 1
+                return ok
+            self._apply()
+            return self._took(plan, refused, ok)
+        self._apply()
+        return self._push(slots, tokens, table, ok)
+
+    def _push(self, slots: IntArray, tokens: IntArray, table: npt.NDArray[np.void], ok: BoolArray) -> BoolArray:
+        """Any batch: some slots may be off rows, some tokens slow, some windows too small."""
+        ok &= self.lane[slots] != OFF
         if not ok.all():
             self._whole_slots(slots, ok)
+            if not ok.any():
+                return ok
+        charges = self._charges[self.form[slots]]
+        ok[ok] = self._fits(self.cell[slots[ok]], charges[ok])
         if not ok.any():
             return ok
         every = bool(ok.all())
-        chosen = slots if every else slots[ok]
-        if not every:
-            lanes, fields = lanes[ok], fields[ok]
-        forms = self.form[chosen]
-        charges = self._charges[forms]
-        cells = self.cell[chosen]
-        single = self._unique(cells)
-        fits = self._fits(cells, charges, single)
-        if not fits.all():
-            ok[np.flatnonzero(ok)[~fits]] = False
-            if not fits.any():
-                return ok
-            chosen, lanes, forms, fields = chosen[fits], lanes[fits], forms[fits], fields[fits]
-            charges, cells = charges[fits], cells[fits]
-        refused = self._write(chosen, lanes, forms, fields)
+        plan = self._make(slots if every else slots[ok])
+        refused = plan.run(tokens if every else tokens[ok], table)
+        if refused is None and every:
+            self._keep(plan)
+            return ok
+        return self._took(plan, refused, ok)
+
+    def _took(self, plan: Plan, refused: BoolArray | None, ok: BoolArray) -> BoolArray:
+        """Account for one run of a plan of the records in `ok`, without those that a connection refused."""
         if refused is not None:
             ok[np.flatnonzero(ok)[refused]] = False
-            chosen, charges, cells = chosen[~refused], charges[~refused], cells[~refused]
-        if single:
-            self.window[cells] -= charges
-            self.delivered[chosen] += 1
-        else:
-            np.subtract.at(self.window, cells, charges)
-            np.add.at(self.delivered, chosen, 1)
+        taken = slice(None) if refused is None else ~refused
+        np.subtract.at(self.window, plan.cells[taken], plan.charges[taken])
+        np.add.at(self._delivered, plan.slots[taken], 1)
         return ok
+
+    def _keep(self, plan: Plan) -> None:
+        """The plan has run once. It may run again while the windows of its streams last."""
+        plan.need = np.bincount(plan.cells, weights=plan.charges, minlength=self.max_slots)[plan.cells].astype(np.int64)
+        plan.steps = 1
+        self._settle(plan)
+        self._plan = plan
+
+    def _apply(self) -> None:
+        """Settle the plan's steps, and forget it: slots, windows or formats are about to change."""
+        if self._plan is not None:
+            self._settle(self._plan)
+            self._plan = None
+
+    def _settle(self, plan: Plan) -> None:
+        steps, plan.steps = plan.steps, 0
+        if steps:
+            np.subtract.at(self.window, plan.cells, plan.charges * steps)
+            np.add.at(self._delivered, plan.slots, steps)
+        plan.left = int((self.window[plan.cells] // plan.need).min())
 
     def _whole_slots(self, slots: IntArray, ok: BoolArray) -> None:
         """Rule 2: one bad record takes all records of its slot with it."""
@@ -233,69 +263,27 @@ class RowTable:
         ok &= ~self._mark[slots]
         self._mark[bad] = False
 
-    def _fits(self, cells: IntArray, charges: npt.NDArray[np.int64], single: bool) -> BoolArray:
+    def _fits(self, cells: IntArray, charges: npt.NDArray[np.int64]) -> BoolArray:
         """True where the stream's window takes all its records of this batch."""
-        if single:
-            return np.asarray(self.window[cells] >= charges)
         need = np.bincount(cells, weights=charges, minlength=self.max_slots)
         return np.asarray(self.window[cells] >= need[cells])
 
-    def _unique(self, cells: IntArray) -> bool:
-        numbers = np.arange(len(cells), dtype=np.int32)
-        self._stamp[cells] = numbers
-        return bool((self._stamp[cells] == numbers).all())
-
-    def _write(
-        self, slots: IntArray, lanes: IntArray, forms: IntArray, fields: npt.NDArray[np.void]
-    ) -> BoolArray | None:
-        """One gather per format, one append per connection. True where a connection has no room; None: nowhere."""
-        keys = forms * _LANES + lanes
-        order = None
-        if (keys[1:] < keys[:-1]).any():
-            order = np.argsort(keys, kind="stable")
-            slots, keys, fields = slots[order], keys[order], fields[order]
+    def _make(self, slots: IntArray) -> Plan:
+        keys = self.form[slots] * _LANES + self.lane[slots]
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
         edges = np.flatnonzero(keys[1:] != keys[:-1]) + 1
         bounds = [0, *edges.tolist(), len(keys)]
-        refused: BoolArray | None = None
-        done = 0
-        while done < len(bounds) - 1:
-            number = int(keys[bounds[done]]) // _LANES
-            last = done
-            while last < len(bounds) - 1 and int(keys[bounds[last]]) // _LANES == number:
-                last += 1
-            refused = self._write_format(number, keys, slots, fields, bounds[done : last + 1], refused)
-            done = last
-        if refused is not None and order is not None:
-            back = np.zeros_like(refused)
-            back[order] = refused
-            return back
-        return refused
-
-    def _write_format(
-        self,
-        number: int,
-        keys: IntArray,
-        slots: IntArray,
-        fields: npt.NDArray[np.void],
-        bounds: list[int],
-        refused: BoolArray | None,
-    ) -> BoolArray | None:
-        """Rows of one format: bounds[k]:bounds[k + 1] are those of one connection."""
-        form = self._formats[number]
-        first = bounds[0]
-        out = form.rows[slots[first : bounds[-1]]]
-        out["text"] = fields[first : bounds[-1]]
-        data = out.view(np.uint8).data
-        width, charge, lanes = form.width, form.charge, self._lanes
-        for lane_key, a, b in zip(keys[bounds[:-1]].tolist(), bounds, bounds[1:], strict=False):
-            lane = lanes[lane_key % _LANES]
-            assert lane is not None
-            if lane.core.take_rows(data[(a - first) * width : (b - first) * width], b - a, (b - a) * charge):
-                continue
-            if refused is None:
-                refused = np.zeros(len(slots), np.bool_)
-            refused[a:b] = True
-        return refused
+        parts: dict[int, Part] = {}
+        for start, end in itertools.pairwise(bounds):
+            number, lane = divmod(int(keys[start]), _LANES)
+            part = parts.get(number)
+            if part is None:
+                part = parts[number] = Part(self._formats[number], start)
+            part.add(self._lane(lane).core, start, end)
+        for part in parts.values():
+            part.fill(slots[order[part.start : part.end]])
+        return Plan(slots, order, self.cell[slots], self._charges[self.form[slots]], list(parts.values()))
 
     # Formats and lanes
 
@@ -317,7 +305,7 @@ class RowTable:
     def _new_format(self, key: tuple[int, int, int, int]) -> int:
         if len(self._formats) == 256:
             raise RuntimeError("more than 256 row formats")
-        self._formats.append(_Format(self.max_slots, *key))
+        self._formats.append(Format(self.max_slots, *key))
         self._charges = np.array([f.charge for f in self._formats], np.int64)
         # HTTP/1.1 has no windows; its cells hold a number that no response reaches.
         self._format_numbers[key] = len(self._formats) - 1

@@ -1,0 +1,92 @@
+"""The data of `rows.py`: rows of one format, and the plan of a step. No rules here but how a step runs."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from evap.protocol.events import RowCore
+
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int32]
+
+
+class Format:
+    """Rows of one shape: all have the same header, prefix, text and tail widths. Memory: max_slots x width.
+
+    charge: bytes that flow control counts (RFC 9113 5.2: the payload of DATA, not the frame header).
+    """
+
+    __slots__ = ("charge", "dtype", "rows", "width")
+
+    def __init__(self, max_slots: int, head: int, prefix: int, text: int, tail: int) -> None:
+        self.dtype = np.dtype([("head", f"V{head + prefix}"), ("text", f"V{text}"), ("tail", f"V{tail}")])
+        self.width = self.dtype.itemsize
+        self.charge = self.width - head
+        # One page-aligned, shareable segment: it can be pinned, and the device could fill in the text fields.
+        segment = mmap.mmap(-1, max_slots * self.width)
+        self.rows = np.frombuffer(segment, dtype=self.dtype)
+
+
+class Part:
+    """The records of a plan that have one format: dense rows, and which octets of them are whose."""
+
+    __slots__ = ("end", "form", "groups", "rows", "start", "text", "view")
+
+    def __init__(self, form: Format, start: int) -> None:
+        self.form = form
+        self.start = self.end = start
+        #: (core, first octet, end, frames, charge) per connection
+        self.groups: list[tuple[RowCore, int, int, int, int]] = []
+
+    def add(self, core: RowCore, start: int, end: int) -> None:
+        width, n = self.form.width, end - start
+        self.groups.append((core, (start - self.start) * width, (end - self.start) * width, n, n * self.form.charge))
+        self.end = end
+
+    def fill(self, slots: IntArray) -> None:
+        self.rows = self.form.rows[slots]
+        self.text = self.rows["text"]
+        self.view = memoryview(self.rows.view(np.uint8).data)
+
+
+class Plan:
+    """What a step with these slots does. Arrays have the batch's order; `order` sorts them by format and connection.
+
+    need: what a run takes from each record's window cell (n choices of a stream share one). left: runs that the windows
+    have room for; steps: runs that are not settled yet.
+    """
+
+    __slots__ = ("cells", "charges", "left", "need", "order", "parts", "slots", "steps")
+
+    def __init__(
+        self,
+        slots: IntArray,
+        order: npt.NDArray[np.intp],
+        cells: IntArray,
+        charges: npt.NDArray[np.int64],
+        parts: list[Part],
+    ) -> None:
+        self.slots = slots.copy()
+        self.order = order
+        self.cells = cells
+        self.charges = self.need = charges
+        self.parts = parts
+        self.left = self.steps = 0
+
+    def run(self, tokens: IntArray, table: npt.NDArray[np.void]) -> BoolArray | None:
+        """Give each connection its rows. True, in the batch's order, where a connection refused; None: nowhere."""
+        fields = table.take(tokens.take(self.order))
+        refused: BoolArray | None = None
+        for part in self.parts:
+            part.text[:] = fields if len(self.parts) == 1 else fields[part.start : part.end]
+            view, width = part.view, part.form.width
+            for core, start, end, frames, charge in part.groups:
+                if core.take_rows(bytes(view[start:end]), frames, charge):
+                    continue
+                if refused is None:
+                    refused = np.zeros(len(self.slots), np.bool_)
+                refused[self.order[part.start + start // width : part.start + end // width]] = True
+        return refused
