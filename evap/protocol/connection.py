@@ -10,6 +10,7 @@ Rules: `streams` is the only table of open streams; nothing here awaits; a viola
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from evap.config import ProtocolConfig
 from evap.errors import EvapError
@@ -24,6 +25,8 @@ from evap.protocol.limits import HIGH_WATER, NEVER, WINDOW_CREDIT, Budgets, Shar
 from evap.protocol.outbox import Outbox
 from evap.protocol.stream import Action, Input, State, Stream
 
+SERVER: Final = hpack_out.field(b"server", b"evap")
+
 
 class Http2Core:
     """See events.Core for the calls and events.RowCore for the seam with the row buffers.
@@ -32,8 +35,13 @@ class Http2Core:
     """
 
     def __init__(
-        self, config: ProtocolConfig, *, peer: str = "", tls: bool = False, shared: Shared | None = None,
-        server_header: bytes = b"evap", now_ns: int = 0,
+        self,
+        config: ProtocolConfig,
+        *,
+        peer: str = "",
+        tls: bool = False,
+        shared: Shared | None = None,
+        now_ns: int = 0,
     ) -> None:
         self.config = config
         self.peer = peer
@@ -53,7 +61,6 @@ class Http2Core:
         self.settings_acked = False
         self._gate = Gate(config.max_header_list_bytes)
         self.inbound = Inbound(self)
-        self._server = hpack_out.field(b"server", server_header)
         self._closing = self._gone = self._busy = False
         self.aborting = False  # close without waiting for what is queued: the peer does not read
         self.writes = WriteProgress(now_ns)
@@ -166,7 +173,7 @@ class Http2Core:
     def send_head(self, stream: Stream, status: int, headers: HeaderList, *, end: bool) -> None:
         """A final response head. Raises headers.BadHeader for a bad field of ours; nothing has been sent then."""
         date = hpack_out.field(b"date", self.shared.date(self.now_ns))
-        block = b"".join((hpack_out.status(status), hpack_out.block(headers), date, self._server))
+        block = b"".join((hpack_out.status(status), hpack_out.block(headers), date, SERVER))
         stream.started = True
         if status in (204, 304):
             stream.no_body = end = True
@@ -228,12 +235,6 @@ class Http2Core:
             stream.on_rows = False
             if self.rows is not None:
                 self.rows.release(stream)
-
-    def wake_all(self) -> None:
-        """The windows of all streams have changed."""
-        for stream in self.streams.values():
-            if stream.buffered:
-                self.outbox.add(stream)
 
     # --- events.RowCore ---
 

@@ -225,7 +225,9 @@ class Inbound:
         if rows is not None:
             rows.before_window_frame(core, 0)
         self._stock(raw)
-        core.wake_all()
+        for stream in core.streams.values():
+            if stream.buffered:
+                core.outbox.add(stream)
         if rows is not None:
             rows.after_window_frame(core, 0)
 

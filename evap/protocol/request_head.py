@@ -99,8 +99,15 @@ def parse(fields: Fields, *, peer: str, ended: bool) -> Head:
         refusal = ExpectationFailed("this expectation is not supported")
     target, _, query = path.decode("ascii").partition("?")
     head = RequestHead(
-        method=method.decode("ascii"), path=target, query=query, headers=rest, version="2",
-        scheme=scheme.decode("latin-1"), authority=authority.decode("ascii"), peer=peer, index=index,
+        method=method.decode("ascii"),
+        path=target,
+        query=query,
+        headers=rest,
+        version="2",
+        scheme=scheme.decode("latin-1"),
+        authority=authority.decode("ascii"),
+        peer=peer,
+        index=index,
     )
     return Head(head, length, refusal, expect is not None and refusal is None and not ended)
 

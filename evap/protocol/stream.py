@@ -88,9 +88,30 @@ class Stream:
     """One request and its Reply (see events.Reply). The queue is emptied by the outbox; the core does the sending."""
 
     __slots__ = (
-        "alive", "buffered", "chunks", "core", "delivered", "ended", "h2", "head", "length", "no_body", "on_rows",
-        "owner", "progress", "queue", "queued", "received", "seen_ns", "stalled_ns", "started", "state", "stream_id",
-        "trailers", "urgency", "waited",
+        "alive",
+        "buffered",
+        "chunks",
+        "core",
+        "delivered",
+        "ended",
+        "h2",
+        "head",
+        "length",
+        "no_body",
+        "on_rows",
+        "owner",
+        "progress",
+        "queue",
+        "queued",
+        "received",
+        "seen_ns",
+        "stalled_ns",
+        "started",
+        "state",
+        "stream_id",
+        "trailers",
+        "urgency",
+        "waited",
     )
 
     version = "2"

@@ -42,8 +42,13 @@ class Hub:
     """All connections of a process. `protocol` is the factory for `loop.create_server`."""
 
     def __init__(
-        self, config: ProtocolConfig, *, on_event: Callable[[Event], None], loop: asyncio.AbstractEventLoop,
-        shared: Shared | None = None, clock: Callable[[], int] = time.monotonic_ns,
+        self,
+        config: ProtocolConfig,
+        *,
+        on_event: Callable[[Event], None],
+        loop: asyncio.AbstractEventLoop,
+        shared: Shared | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.config = config
         self.on_event = on_event
@@ -53,8 +58,12 @@ class Hub:
         self.live: set[ServerProtocol] = set()
         self.dirty: list[ServerProtocol] = []
         shortest = min(
-            config.stall_timeout_s, config.preface_timeout_s, config.settings_timeout_s, config.header_timeout_s,
-            config.body_timeout_s, config.idle_timeout_s,
+            config.stall_timeout_s,
+            config.preface_timeout_s,
+            config.settings_timeout_s,
+            config.header_timeout_s,
+            config.body_timeout_s,
+            config.idle_timeout_s,
         )
         self._period_s = min(MAX_PERIOD_S, max(MIN_PERIOD_S, shortest / 2))
         self._flushing: asyncio.Handle | None = None
