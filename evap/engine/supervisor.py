@@ -72,9 +72,8 @@ class Worker:
         self._map = mmap.mmap(memory, ring_bytes(ring_capacity))
         self.ring = RingReader(self._map, ring_capacity)  # formats the memory before the process can see it
         fds = (theirs.fileno(), memory, self._bell)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL, env=_environment()
-        )
+        command = [sys.executable, "-m", module, *map(str, fds)]
+        self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=_environment())
         theirs.close()
         os.close(memory)
         self._socket = ours
@@ -165,15 +164,30 @@ class Worker:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, such that the child finds this very package whatever its working directory is."""
+    """Ours, such that the child finds this very package whatever its working directory is.
+
+    GOMP_SPINCOUNT: OpenMP threads that wait for each other spin for milliseconds by default, which takes the core from
+    whoever they wait for as soon as anything else runs: with one busy process beside them on two cores a step takes 30
+    times as long. With a short spin it takes twice as long, and on idle cores as long as ever.
+    """
     root = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))}
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    patience = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "2000"}
+    return {**patience, **os.environ, "PYTHONPATH": path}
 
 
 class TorchReplica:
     """The embedded engine as a Replica: restarts its process with back-off; running slots end in Finish.ERROR then."""
 
-    def __init__(self, config: EngineConfig, model_path: Path, *, module: str = "evap.engine.torch.worker") -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        *,
+        module: str = "evap.engine.torch.worker",
+        first_backoff_s: float = FIRST_BACKOFF_S,
+    ) -> None:
+        self._first_backoff_s = first_backoff_s
         self._config = config
         self._model_path = model_path
         self._module = module
@@ -301,7 +315,7 @@ class TorchReplica:
         loop = asyncio.get_running_loop()
         if was is ReplicaState.READY and loop.time() - self._ready_at >= STEADY_S:
             self._failures = 0
-        delay = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._failures)
+        delay = min(MAX_BACKOFF_S, self._first_backoff_s * 2**self._failures)
         self._failures += 1
         self._restart = loop.call_later(delay, self._spawn)
         self._settle(ReplicaState.FAILED, f"{reason}; next start in {delay:g} s")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -12,6 +11,7 @@ from evap.engine.torch.cache import BlockPool
 from evap.engine.torch.config import ModelConfig
 from evap.engine.torch.load import BLOCK_SIZE, Loaded
 from evap.engine.torch.plan import Lane, Planner, order
+from evap.engine.torch.records import Records
 from evap.engine.torch.rope import length_variant
 from evap.engine.torch.sampler import Row, sample
 from evap.engine.torch.scheduler import Scheduler, Seq, Work
@@ -27,28 +27,6 @@ from evap.messages import (
     SamplingParams,
     TokenLogprobs,
 )
-
-
-@dataclass(slots=True)
-class Records:
-    """Columns of equal length, as `RingWriter.write` takes them, and the log probabilities that belong to them."""
-
-    slot: list[int] = field(default_factory=list)
-    generation: list[int] = field(default_factory=list)
-    token: list[int] = field(default_factory=list)
-    index: list[int] = field(default_factory=list)
-    flags: list[int] = field(default_factory=list)
-    logprobs: list[LogprobEntry] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.slot)
-
-    def add(self, slot: int, generation: int, token: int, index: int, flags: int) -> None:
-        self.slot.append(slot)
-        self.generation.append(generation)
-        self.token.append(token)
-        self.index.append(index)
-        self.flags.append(flags)
 
 
 class Engine:

@@ -15,6 +15,7 @@ Rules:
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -184,7 +185,7 @@ class Scheduler:
         missing = len(seq.tokens) - seq.computed
         cost = self._cost(seq.computed)
         # The floor keeps a step useful at long contexts; what little others left is not overdrawn that far.
-        count = min(missing, max(MIN_CHUNK if left >= MIN_CHUNK else 1, int(left / cost)))
+        count = min(missing, max(MIN_CHUNK if left >= MIN_CHUNK else 1, math.ceil(left / cost)))
         work.append(Work(seq, seq.computed, count, last=count == missing))
         return left - count * cost
 

@@ -15,21 +15,46 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from evap.engine.torch import wire
+from evap.engine.torch.records import Records
 from evap.errors import StartupError
+from evap.messages import EngineInfo, GenerateRequest
 from evap.ring import RingWriter, ring_bytes
-
-if TYPE_CHECKING:
-    from evap.engine.torch.engine import Engine as Core
-    from evap.engine.torch.engine import Records
 
 _PR_SET_PDEATHSIG: Final = 1
 _READ_BYTES: Final = 1 << 20
 #: Between looks at a ring that is too full for the next step.
 _FULL_RING_S: Final = 0.001
+
+
+class Core(Protocol):
+    """What the loop needs of an engine."""
+
+    steps: int
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def idle(self) -> bool:
+        """Nothing to compute and nothing to publish."""
+        ...
+
+    @property
+    def bound(self) -> int:
+        """Most records that the next `step` may return."""
+        ...
+
+    def submit(self, slot: int, generation: int, request: GenerateRequest) -> None: ...
+    def cancel(self, slot: int, generation: int) -> None: ...
+    def step(self) -> Records: ...
+    def is_out_of_memory(self, error: Exception) -> bool: ...
+    def relieve(self) -> None:
+        """After an out-of-memory: give up one request, so that it cannot go on for ever."""
+        ...
 
 
 class Link:
@@ -71,20 +96,27 @@ class Link:
         os.eventfd_write(self._bell, 1)
 
 
-def serve(link: Link) -> None:
-    """Boot from the first message, then run until Stop or the end of the socket (EOFError)."""
-    boot = link.boot()
-    link.send(wire.Progress("loading torch"))
-    # Late: the process answers before torch, which takes seconds to import.
+Build = Callable[[wire.Boot, Callable[[str], None]], Core]
+
+
+def build(boot: wire.Boot, progress: Callable[[str], None]) -> Core:
+    """The real engine. Torch takes seconds to import, so that happens here and not at the top."""
+    progress("loading torch")
     from evap.engine.torch.engine import Engine  # noqa: PLC0415
     from evap.engine.torch.load import load  # noqa: PLC0415
 
-    config = boot.config
-    loaded = load(config, Path(boot.model_path), lambda line: link.send(wire.Progress(line)))
-    engine = Engine(loaded, max_running=config.max_running, prefill_chunk=config.prefill_chunk)
-    ring = link.open_ring(boot.ring_capacity)
-    link.send(wire.Progress("warming up"))
+    loaded = load(boot.config, Path(boot.model_path), progress)
+    engine = Engine(loaded, max_running=boot.config.max_running, prefill_chunk=boot.config.prefill_chunk)
+    progress("warming up")
     engine.warm_up()
+    return engine
+
+
+def serve(link: Link, build: Build) -> None:
+    """Boot from the first message, then run until Stop or the end of the socket (EOFError)."""
+    boot = link.boot()
+    engine = build(boot, lambda line: link.send(wire.Progress(line)))
+    ring = link.open_ring(boot.ring_capacity)
     link.send(wire.Ready(engine.info))
     run(engine, ring, link)
 
@@ -138,12 +170,12 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], build: Build = build) -> int:
     """Exit status 0 after Stop, 1 after an error (reported as Fatal), 2 when the parent is gone."""
     _die_with_parent()
     link = Link(*map(int, argv))
     try:
-        serve(link)
+        serve(link, build)
     except (EOFError, BrokenPipeError):
         return 2
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent hears of it and the process ends
