@@ -42,7 +42,9 @@ def test_a_body_that_is_too_large(start_server: Callable[..., Server], tmp_path:
     assert "body_too_large" in plain
 
 
-@pytest.mark.parametrize("options", [["-c", "4", "-m", "25"], ["--h1", "-c", "20", "-m", "1"], ["--h1", "-c", "4", "-m", "5"]])
+@pytest.mark.parametrize(
+    "options", [["-c", "4", "-m", "25"], ["--h1", "-c", "20", "-m", "1"], ["--h1", "-c", "4", "-m", "5"]]
+)
 def test_h2load(server: Server, tmp_path: Path, options: list[str]) -> None:
     """All 200 succeed, also pipelined (`--h1 -m 5`); h2load sends its first burst before it has read our SETTINGS."""
     body = request_file(tmp_path, chat("h2load", 40))
