@@ -133,7 +133,7 @@ def take(queue: deque[bytes], size: int) -> bytes:
     """The first `size` octets of the queue, which has at least that many."""
     first = queue[0]
     if len(first) == size:
-        return queue.popleft()
+        return bytes(queue.popleft())
     if len(first) > size:
         view = memoryview(first)
         queue[0] = view[size:]  # type: ignore[assignment]  # a view: a large body is not copied once per frame
