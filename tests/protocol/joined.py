@@ -51,6 +51,7 @@ class Raw:
 
     def __init__(self, *, greet: bool = True, shared: Shared | None = None, **changes: Any) -> None:
         self.now_ns = 1
+        self.holds = 0  # what the transport is said to keep in its buffer
         self.shared = shared if shared is not None else Shared()
         self.core = Http2Core(configured(**changes), peer="peer", shared=self.shared, now_ns=self.now_ns)
         self.events: list[Event] = []
@@ -69,12 +70,12 @@ class Raw:
         new = self.core.tick(self.now_ns) if self.core.deadline_ns <= self.now_ns else []
         return self._collect(new)
 
-    def flush(self, *, holds: int = 0) -> list[Event]:
-        """What the shell does after replies were used. holds: what the transport keeps in its buffer."""
+    def flush(self) -> list[Event]:
+        """What the shell does after replies were used."""
         for _ in range(1000):
             wire = b"".join(self.core.take_output())
             self.out += split(wire)
-            new = self.core.written(holds, self.now_ns)
+            new = self.core.written(self.holds, self.now_ns)
             self.events += new
             if not wire:
                 break
