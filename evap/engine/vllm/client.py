@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from evap.engine.vllm import names
-from evap.engine.vllm.rows import Output, Outputs, Step, needs_tensors, step
+from evap.engine.vllm.rows import Output, Outputs, Step, all_plain, needs_tensors, plain_step, step
 
 #: Messages taken per wake, so that a flood from the engine cannot keep the loop from its other work.
 MOST_PER_WAKE = 32
@@ -191,9 +191,11 @@ class CoreSeam:
             if self._over:
                 return
             try:
-                frames = self._out.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+                if not self._out.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # also arms the descriptor again
+                    return
+                frames = [self._out.recv(zmq.NOBLOCK)]
+                while self._out.getsockopt(zmq.RCVMORE):
+                    frames.append(self._out.recv(zmq.NOBLOCK))
             except zmq.ZMQError:  # closed: `_die` is about to be called
                 return
             self._take(frames)
@@ -210,13 +212,12 @@ class CoreSeam:
             if done is not None:
                 done(utility.failure_message, utility.result)
         elif message.outputs:
-            self._sink.on_step(step(message.outputs, self._typed(message.outputs, frames)))
+            self._sink.on_step(self._step(message.outputs, frames))
 
-    def _typed(self, outputs: Sequence[Output], frames: list[bytes]) -> Sequence[Any] | None:
-        if not needs_tensors(outputs):
-            return None
-        found: Sequence[Any] = self._client.decoder.decode(frames).outputs
-        return found
+    def _step(self, outputs: Sequence[Output], frames: list[bytes]) -> Step:
+        if all_plain(outputs):
+            return plain_step(outputs)
+        return step(outputs, self._client.decoder.decode(frames).outputs if needs_tensors(outputs) else None)
 
     # The end
 

@@ -71,20 +71,34 @@ Step = tuple[Sequence[str], Sequence[int], list[Row], list[Account]]
 
 _ids: Final = attrgetter("request_id")
 _tokens: Final = attrgetter("new_token_ids")
+_facts: Final = attrgetter(
+    "finish_reason", "prefill_stats", "new_logprobs", "trace_headers", "new_prompt_logprobs_tensors"
+)
+_PLAIN: Final = {(None,) * 5}
+_ONE: Final = {1}
 
 
 def needs_tensors(outputs: Sequence[Output]) -> bool:
-    """Log probabilities are in it: decode it with vLLM's decoder and call `attach`."""
+    """Log probabilities are in it: decode it with vLLM's decoder and give the result to `step`."""
     return any(o.new_logprobs is not None or o.new_prompt_logprobs_tensors is not None for o in outputs)
+
+
+def all_plain(outputs: Sequence[Output]) -> bool:
+    """One token each and nothing else: the common step. Sets of what the outputs hold are made in C."""
+    try:
+        return set(map(_facts, outputs)) == _PLAIN and set(map(len, map(_tokens, outputs))) == _ONE
+    except TypeError:  # what is in them cannot be hashed, so there is something
+        return False
+
+
+def plain_step(outputs: Sequence[Output]) -> Step:
+    return list(map(_ids, outputs)), list(chain.from_iterable(map(_tokens, outputs))), [], []
 
 
 def step(outputs: Sequence[Output], typed: Sequence[Any] | None = None) -> Step:
     """`typed`: the same outputs from vLLM's decoder, when `needs_tensors`."""
-    if not any(map(_unusual, outputs)):
-        tokens = list(chain.from_iterable(map(_tokens, outputs)))
-        return list(map(_ids, outputs)), tokens, [], []
     ids: list[str] = []
-    tokens = []
+    tokens: list[int] = []
     rows: list[Row] = []
     accounts: list[Account] = []
     for n, output in enumerate(outputs):

@@ -22,8 +22,8 @@ def args(model: Path, **options: Any) -> Any:
 
 def test_evaps_flags_arrive(tiny: Path) -> None:
     found = args(
-        tiny, tensor_parallel_size=2, gpu_memory_utilization=0.5, quantization="fp8", kv_cache_dtype="fp8", max_num_seqs=7,
-        enforce_eager=True, dtype="float32", max_model_len=512, kv_cache_mb=3,
+        tiny, tensor_parallel_size=2, gpu_memory_utilization=0.5, quantization="fp8", kv_cache_dtype="fp8",
+        max_num_seqs=7, enforce_eager=True, dtype="float32", max_model_len=512, kv_cache_mb=3,
     )  # fmt: skip
     assert (found.tensor_parallel_size, found.gpu_memory_utilization, found.quantization) == (2, 0.5, "fp8")
     assert (found.kv_cache_dtype, found.max_num_seqs, found.enforce_eager) == ("fp8", 7, True)
@@ -36,7 +36,8 @@ def test_vllm_args_of_every_kind(tiny: Path) -> None:
         tiny,
         vllm_arg=(
             "max-num-batched-tokens=256", "enable_prefix_caching=false", "scheduling_policy=priority", "seed=3",
-            'speculative_config={"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}', "trust_remote_code",
+            'speculative_config={"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}',
+            "trust_remote_code",
         ),
     )  # fmt: skip
     assert (found.max_num_batched_tokens, found.enable_prefix_caching, found.scheduling_policy) == (

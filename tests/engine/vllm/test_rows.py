@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from evap.engine.vllm.rows import Account, Outputs, needs_tensors, positions, step
+from evap.engine.vllm.rows import Account, Outputs, all_plain, needs_tensors, plain_step, positions, step
 from evap.engine.vllm.runs import Row
 from evap.messages import Finish, TokenLogprobs, TopLogprob
 
@@ -26,8 +26,21 @@ def decode(*outputs: list[Any]) -> Outputs:
 
 def test_a_plain_step_makes_no_rows() -> None:
     message = decode(output("a", [5]), output("b", [6]))
-    assert step(message.outputs) == (["a", "b"], [5, 6], [], [])
+    assert all_plain(message.outputs)
+    assert plain_step(message.outputs) == step(message.outputs) == (["a", "b"], [5, 6], [], [])
     assert not needs_tensors(message.outputs)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        output("b", []), output("b", [6, 7]), output("b", [6], finish=0), output("b", [6], stats={"x": 0}),
+        output("b", [6], trace={"x": "1"}), output("b", [6], new_logprobs=["x"]), output("b", [6], prompt=["x"]),
+    ],
+)  # fmt: skip
+def test_one_that_is_not_plain_is_noticed(other: list[Any]) -> None:
+    assert not all_plain(decode(output("a", [5]), other).outputs)
+    assert not all_plain(decode(other, output("a", [])).outputs)
 
 
 @pytest.mark.parametrize(
