@@ -32,6 +32,8 @@ from evap.protocol.events import HeaderList, Reply, RequestHead
 
 
 class State(enum.Enum):
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is Python code, called at each transition
+
     OPEN = "open"  #: parsed; its prompt is being tokenized
     RUNNING = "running"  #: submitted; tokens may come
     ANSWERED = "answered"  #: the reply was ended; slots or bytes are outstanding
@@ -40,6 +42,8 @@ class State(enum.Enum):
 
 
 class Input(enum.Enum):
+    __hash__ = object.__hash__
+
     SUBMIT = "submit"
     ANSWER = "answer"
     CANCEL = "cancel"
@@ -260,20 +264,26 @@ class Exchange:
     def _end_choice(self, choice: ChoiceRun, reason: str, stop_reason: str | int | None) -> None:
         choice.ended = True
         choice.reason, choice.stop_reason = reason, stop_reason
+        last = all(c.ended for c in self.choices)
         if self.request.stream:
             self.release_held()
-            self._send(self.renderer.finish(choice.index, reason, stop_reason, self._continuous()))
+            data = self.renderer.finish(choice.index, reason, stop_reason, self._continuous())
+            if last:
+                data += self._closing()
+            self._send(data)
             # The end token, and tokens whose text a stop string swallowed, arrive with the finish_reason.
             self._mark(choice, choice.emitted - choice.marked - choice.row_delivered)
-        if all(c.ended for c in self.choices):
+        if last:
             self._answer(reason)
+
+    def _closing(self) -> bytes:
+        """What follows the last choice's finish_reason."""
+        usage = self.renderer.usage(self.usage()) if self.request.include_usage else b""
+        return usage + self.renderer.done()
 
     def _answer(self, reason: str) -> None:
         self.end = reason
         if self.request.stream:
-            if self.request.include_usage:
-                self._send(self.renderer.usage(self.usage()))
-            self._send(self.renderer.done())
             self.reply.end()
         else:
             body = self.renderer.whole([self._whole(c) for c in self.choices], self.usage())

@@ -20,6 +20,8 @@ from evap.messages import Usage
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+#: observations kept before they are folded into the histograms
+FOLD: Final = 1000
 #: Why an exchange ended, as a label: a closed list, so that no client can make new series.
 ENDS: Final = frozenset(
     ("stop", "length", "client_reset", "client_gone", "stalled", "protocol_error", "drain", "engine_failed", "refused")
@@ -40,6 +42,8 @@ class Metrics:
         self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
         self.counters: dict[str, tuple[str, Callable[[], float]]] = {}
         self._model = model
+        self._firsts: list[float] = []
+        self._wholes: list[float] = []
         self.registry = CollectorRegistry()
         self.registry.register(self)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -63,8 +67,17 @@ class Metrics:
         for name in USAGE_FIELDS:
             self.tokens[name] += getattr(usage, name)
         if first_s is not None:
-            self._first.observe(first_s)
-        self._whole.observe(whole_s)
+            self._firsts.append(first_s)
+        self._wholes.append(whole_s)
+        if len(self._wholes) >= FOLD:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Observations become histograms when somebody looks, or when there are many: that is cheaper by far."""
+        for histogram, values in ((self._first, self._firsts), (self._whole, self._wholes)):
+            for value in values:
+                histogram.observe(value)
+            values.clear()
 
     def collect(self) -> Iterable[Metric]:
         """prometheus_client's collector protocol."""
@@ -94,6 +107,7 @@ class Metrics:
                 yield gauge
 
     def render(self) -> bytes:
+        self._fold()
         return generate_latest(self.registry)
 
 

@@ -36,6 +36,8 @@ logger = logging.getLogger("evap.server")
 #: threads that tokenize large prompts
 POOL_THREADS: Final = 2
 EXIT_FORCED: Final = 1
+#: An exchange makes some hundred objects and few cycles; the default of 700 would collect every few requests.
+GC_THRESHOLDS: Final = (20_000, 50, 100)
 
 
 def run(config: Config) -> int:
@@ -91,6 +93,7 @@ class Server:
             self._announce(built, listening, tls)
             gc.collect()
             gc.freeze()  # what is alive now stays alive: collections need not walk it
+            gc.set_threshold(*GC_THRESHOLDS)
             await self._stop.wait()
             return await self._drain(server)
         finally:
