@@ -284,15 +284,20 @@ class ServerProtocol(asyncio.Protocol):
         """One call of the core with the time, its events, and what it has to write."""
         self._marked = True  # the flush below writes what the handlers of these events answer
         try:
-            self._dispatch(call(*args, self._hub.clock()))
+            events = call(*args, self._hub.clock())
         except Exception:  # noqa: BLE001 - rule 5
             self._bug()
         else:
+            self._dispatch(events)
             self.flush()
 
     def _dispatch(self, events: Sequence[Event]) -> None:
+        """Every event is handed over, also after one that its handler failed on."""
         for event in events:
-            self._hub.on_event(event)
+            try:
+                self._hub.on_event(event)
+            except Exception:  # noqa: BLE001 - rule 5
+                self._bug()
 
     def _after(self) -> None:
         """After a flush: the next deadline, or the end."""
@@ -326,10 +331,7 @@ class ServerProtocol(asyncio.Protocol):
         self._gone = True
         core = self._core
         if core is not None:
-            try:
-                self._dispatch(core.eof(self._hub.clock()))
-            except Exception:  # noqa: BLE001 - rule 5
-                self._bug()
+            self._dispatch(core.eof(self._hub.clock()))
 
     def _turn_away(self, tls: object) -> None:
         """Too many connections, or on the way out. Who speaks HTTP/2 sees a closed connection, and tries again."""
