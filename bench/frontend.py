@@ -77,6 +77,7 @@ class Peer:
 
 
 PY = sys.executable
+UVICORN = ("-m", "uvicorn", "--port", "{port}", "--log-level", "warning", "--loop", "uvloop")
 GRANIAN = str(Path(PY).parent / "granian")
 PEERS = {
     p.name: p
@@ -92,12 +93,12 @@ PEERS = {
         ),
         Peer(
             "fastapi-uvicorn",
-            (PY, "-m", "uvicorn", "bench.peers.fastapi_app:app", "--port", "{port}", "--log-level", "warning", "--loop", "uvloop"),
+            (PY, *UVICORN, "bench.peers.fastapi_app:app"),
             h2=False, work=40, tls=("--ssl-certfile", "{cert}", "--ssl-keyfile", "{key}"), does="pydantic validation",
         ),
         Peer(
             "uvicorn-asgi",
-            (PY, "-m", "uvicorn", "bench.peers.asgi_app:app", "--port", "{port}", "--log-level", "warning", "--loop", "uvloop"),
+            (PY, *UVICORN, "bench.peers.asgi_app:app"),
             h2=False, work=16, tls=("--ssl-certfile", "{cert}", "--ssl-keyfile", "{key}"),
         ),
         Peer(
@@ -183,14 +184,14 @@ class Bench:
 
 def body(tokens: int) -> dict[str, Any]:
     return {
-        "model": "synthetic", "messages": [{"role": "user", "content": "What does a server cost per token that it streams?"}],
+        "model": "synthetic", "messages": [{"role": "user", "content": "What does a server cost per token?"}],
         "max_tokens": tokens, "temperature": 0.0, "stream": True, "ignore_eos": True,
     }  # fmt: skip
 
 
 def check(peer: Peer, port: int, tls: bool) -> None:
     """One request by another client: 128 tokens must come back, or the figures mean nothing."""
-    if peer.name == "nghttpd" or peer.name == "h2-send-data":  # neither speaks HTTP/1.1
+    if peer.name in {"nghttpd", "h2-send-data"}:  # neither speaks HTTP/1.1
         return
     context = ssl._create_unverified_context() if tls else None
     url = f"{'https' if tls else 'http'}://127.0.0.1:{port}/v1/chat/completions"
@@ -292,7 +293,7 @@ def main() -> int:
             rows += measure(bench, shape, able, given.repeat, given.quick)
         document = {
             "bench": "frontend", "machine": machine(),
-            "versions": versions("evap", "h2", "uvloop", "numpy", "uvicorn", "fastapi", "pydantic", "hypercorn", "granian"),
+            "versions": versions("evap", "h2", "uvloop", "numpy", "uvicorn", "fastapi", "hypercorn", "granian"),
             "commands": bench.commands, "note": (__doc__ or "").split("\n\n")[-1].replace("\n", " "),
             "rows": rows, "ratios": ratios(rows),
         }  # fmt: skip
