@@ -105,7 +105,7 @@ def test_a_life_from_start_to_stop() -> None:
     async def main() -> None:
         async with started() as (replica, listener):
             assert replica.info == fake_worker.INFO
-            assert listener.states[-1] is ReplicaState.READY
+            assert listener.states.count(ReplicaState.READY) == 1
             assert "fake progress" in listener.lines
             replica.submit(3, 1, request(fake_worker.COUNT))
             assert await listener.end(3, 1) == (Finish.LENGTH, 4)
@@ -208,6 +208,17 @@ def test_running_out_of_memory_costs_one_request_not_the_process() -> None:
         assert (await listener.end(2, 1))[0] is Finish.ERROR
         assert (1, 1) not in listener.ends
         assert replica.pid == pid
+
+    run(test)
+
+
+def test_signals_to_the_whole_group_are_the_parents_to_act_on() -> None:
+    async def test(replica: TorchReplica, listener: Listener) -> None:
+        assert replica.pid is not None
+        os.kill(replica.pid, signal.SIGTERM)
+        os.kill(replica.pid, signal.SIGINT)
+        replica.submit(1, 1, request(fake_worker.COUNT))
+        assert await listener.end(1, 1) == (Finish.LENGTH, 4)
 
     run(test)
 
