@@ -1,0 +1,124 @@
+"""What a batch does to running choices: late and odd records hurt nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evap.engine.synthetic_text import EOS
+from evap.messages import META, NO_TOKEN, SILENT, Finish, TokenBatch
+from tests.fakes import FakeReply
+from tests.test_dispatch import House
+
+
+class Quiet(House):
+    """A house whose engine never makes a token by itself: the tests are the engine."""
+
+    def __init__(self) -> None:
+        super().__init__(synthetic_ttft_ms=1e9)
+        self.steps = self.dispatch.steps
+
+    def open(self, **fields: Any) -> tuple[FakeReply, int, int]:
+        reply = self.ask(**{"stream": True, "max_tokens": 50, **fields})
+        choice = next(c for c in self.steps.slots.owner if c is not None and c.exchange.reply is reply)
+        return reply, choice.slot, choice.generation
+
+    def batch(self, *records: tuple[int, int, int, int, int]) -> None:
+        """(slot, generation, token, index, flags) each."""
+        columns = [np.array(column, np.int32) for column in zip(*records, strict=True)]
+        slot, generation, token, index, flags = columns
+        self.steps.on_batch(TokenBatch(slot, generation, token, index, flags.astype(np.uint8)))
+
+
+A, B = ord("A"), ord("B")  # one token a byte
+
+
+def test_records_of_an_earlier_user_are_dropped() -> None:
+    house = Quiet()
+    reply, slot, generation = house.open()
+    house.batch((slot, (generation + 1) % 65_536, A, 0, 0), (slot, generation, B, 0, 0))
+    assert reply.text() == "B"
+
+
+def test_records_of_a_free_slot_are_dropped() -> None:
+    house = Quiet()
+    reply, slot, generation = house.open()
+    house.batch((slot, generation, A, 0, Finish.LENGTH))
+    house.batch((slot, generation, B, 1, 0), (slot, generation + 1, B, 1, Finish.STOP))
+    assert reply.text() == "A"
+    assert reply.reasons() == [(0, "length")]
+    assert len(house.settled) == 1
+
+
+def test_several_tokens_of_a_stream_in_one_batch_keep_their_order() -> None:
+    house = Quiet()
+    reply, slot, generation = house.open()
+    word = "in order"
+    house.batch(*((slot, generation, ord(c), i, 0) for i, c in enumerate(word)))
+    assert reply.text() == word
+    assert house.steps.rows.delivered(slot) == len(word)
+
+
+def test_the_end_token_counts_and_is_not_text() -> None:
+    house = Quiet()
+    reply, slot, generation = house.open()
+    house.batch((slot, generation, A, 0, 0))
+    house.batch((slot, generation, EOS, 1, SILENT | Finish.STOP))
+    house.loop.run(1.0)
+    assert reply.text() == "A"
+    usage = house.usage(reply)
+    assert usage.computed == usage.emitted == usage.delivered == 2
+
+
+def test_cached_prompt_tokens_are_reported() -> None:
+    house = Quiet()
+    reply, slot, generation = house.open()
+    house.batch((slot, generation, 7, 0, META | NO_TOKEN), (slot, generation, A, 0, 0))
+    house.batch((slot, generation, 0, 0, NO_TOKEN | Finish.STOP))
+    house.loop.run(1.0)
+    assert house.usage(reply).cached == 7
+    assert house.usage(reply).computed == 1
+
+
+def test_ids_beyond_the_tokenizers_vocabulary_take_the_slow_path() -> None:
+    house = Quiet()
+    house.steps.grow(house.dispatch.text.vocab_size + 64)
+    padded = house.dispatch.text.vocab_size + 63
+    assert not house.steps._fast[padded]
+    assert house.steps._fast[A]
+
+
+@pytest.mark.parametrize("finish", [Finish.CANCELLED, Finish.ERROR])
+def test_an_engine_that_gives_up_is_an_error(finish: Finish) -> None:
+    house = Quiet()
+    reply, slot, generation = house.open()
+    house.batch((slot, generation, 0, 0, NO_TOKEN | finish))
+    house.loop.run(1.0)
+    assert reply.events[-2]["error"]["code"] == "engine_failed"
+    assert house.dispatch.steps.slots.free == 256
+
+
+SPLIT = "삼겹살👩‍👩‍👧ď".encode()
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=40), st.integers(0, 3))
+def test_characters_split_over_tokens_and_batches(cuts: list[int], others: int) -> None:
+    """Each byte is a token; batches of any size, with other streams between. Byte-exact, and no U+FFFD."""
+    house = Quiet()
+    streams = [house.open() for _ in range(others + 1)]
+    reply, slot, generation = streams[0]
+    at = 0
+    for cut in [*cuts, len(SPLIT)]:
+        part = SPLIT[at : at + cut]
+        records = [(slot, generation, byte, at + i, 0) for i, byte in enumerate(part)]
+        records += [(s, g, A, 0, 0) for _, s, g in streams[1:]] if not at else []
+        at += len(part)
+        if records:
+            house.batch(*records)
+    house.batch((slot, generation, 0, 0, NO_TOKEN | Finish.STOP))
+    assert reply.text() == SPLIT.decode()
