@@ -155,7 +155,7 @@ class Http2Core:
 
     @property
     def more(self) -> bool:
-        return bool(self.outbox.out) or self.outbox.pending
+        return bool(self.outbox.out)  # what is pending waits for a window or for `written`
 
     @property
     def closing(self) -> bool:

@@ -227,8 +227,6 @@ class ServerProtocol(asyncio.Protocol):
                     self._dispatch(events)
                 elif not core.more:
                     break
-                if not out:
-                    break
             else:
                 self._wake()
             self._after()
