@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from evap.errors import BodyTooLarge, HeadersTooLarge, Overloaded
+from evap.errors import BodyTooLarge, EvapError, HeadersTooLarge, Overloaded
 from evap.protocol import gate
 from evap.protocol import headers as code
 from evap.protocol.events import RequestHead
@@ -113,16 +113,23 @@ class Inbound:
         if early is not None:
             stream.urgency = early
             stream.head = replace(head, index={**head.index, b"priority": early})
-        if parsed.refusal is not None:
-            core.answer(stream, parsed.refusal)
-        elif parsed.length is not None and parsed.length > core.config.max_body_bytes:
-            core.answer(stream, self._too_large())
+        refusal = parsed.refusal or self._early(parsed)
+        if refusal is not None:
+            core.answer(stream, refusal)
         elif ended:
             core.ready.append(stream)
         else:
             core.arm(core.now_ns + to_ns(core.config.body_timeout_s))
             if parsed.wants_continue:
                 core.outbox.head(stream, CONTINUE, end=False, informational=True)
+
+    def _early(self, parsed: Head) -> EvapError | None:
+        """Why the body of this request need not come."""
+        core = self._core
+        if parsed.length is not None and parsed.length > core.config.max_body_bytes:
+            return self._too_large()
+        admit = core.shared.admit
+        return admit(parsed.head) if admit is not None else None
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"the body is larger than {self._core.config.max_body_bytes} bytes")

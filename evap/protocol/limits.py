@@ -6,10 +6,13 @@ connection; what all connections share (counts, buffered bytes, the date) is one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from evap.config import ProtocolConfig
+from evap.errors import EvapError
+from evap.protocol.events import RequestHead
 from evap.protocol.headers import DateCache
 
 #: Our own DATA frames are never longer, whatever the peer allows: a large body must not hold up other streams.
@@ -110,6 +113,8 @@ class Shared:
     #: Open connections, and request bytes received but not yet handed over.
     connections: int = 0
     body_bytes: int = 0
+    #: Asked with the head of a request over HTTP/2; an error answers it at once, before its body is uploaded.
+    admit: Callable[[RequestHead], EvapError | None] | None = None
     draining: bool = False
     #: Wall clock minus the clock of `now_ns`; the shell refreshes it, so that `date` follows the wall clock.
     wall_offset_ns: int = 0
