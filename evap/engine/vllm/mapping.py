@@ -24,6 +24,8 @@ MAX_GRAMMAR_BYTES: Final = 64 << 10
 MAX_CHECKED: Final = 256  #: constraints whose check is remembered
 #: C++ and Rust compilers of grammars recurse; nested deeper than this, a schema is refused before any of them sees it
 MAX_NESTING: Final = 64
+#: What vLLM's checks raise for a request that it does not take.
+_REFUSALS: Final = (names.VLLMClientError, ValueError, TypeError, OverflowError, RecursionError)
 #: Names of the constraints, of which a request may have one.
 CONSTRAINTS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _GUIDED: Final = {
@@ -124,7 +126,7 @@ class Mapper:
             params.update_from_generation_config(self._generation, self._eos)
             if extra.get("bad_words"):
                 params.update_from_tokenizer(self._tokenizer)
-        except (ValueError, TypeError) as e:
+        except _REFUSALS as e:
             raise _refused(e) from e
         return params
 
@@ -204,7 +206,7 @@ class Mapper:
                 structured_outputs=names.StructuredOutputsParams(**constraint), detokenize=False
             )
             self._verify(params)
-        except (ValueError, TypeError, RecursionError) as e:
+        except _REFUSALS as e:
             raise _refused(e, "response_format") from e
         return params.structured_outputs
 
@@ -332,7 +334,7 @@ def _repetition(value: Any) -> Any:
     sizes = {name: _whole(value.get(name, 0), f"repetition_detection.{name}", 0, 1024) for name in value}
     try:
         return names.RepetitionDetectionParams(**sizes)
-    except (ValueError, TypeError) as e:
+    except _REFUSALS as e:
         raise _refused(e, "repetition_detection") from e
 
 
@@ -344,5 +346,6 @@ def _seed(seed: int) -> int:
 def _refused(error: BaseException, param: str | None = None) -> InvalidRequest:
     """vLLM's refusal, without more than a line of it (it quotes its input)."""
     named = getattr(error, "parameter", None)
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = str(error.args[0] if error.args else "").strip().splitlines() or [type(error).__name__]
+    text = lines[0]
     return InvalidRequest(text[:200], param=named if isinstance(named, str) else param)

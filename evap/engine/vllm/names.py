@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from vllm import __version__ as VERSION
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import (
@@ -55,7 +55,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "UsageContext",
-    "VLLMValidationError",
+    "VLLMClientError",
     "cached_tokenizer_from_config",
     "current_platform",
     "moved",

@@ -66,6 +66,8 @@ class VllmReplica:
         self._revival: asyncio.Task[None] | None = None
         self._ready_at = 0.0
         self._failures = 0
+        #: counters page (see evap.metering) that the worker is to write; set before `start`. One per replica.
+        self.meter_page: Path | None = None
         #: starts after a death
         self.restarts = 0
         #: requests whose tokens or counts off the ring differ from the engine's own; never, unless there is a bug
@@ -182,9 +184,14 @@ class VllmReplica:
         return options.engine_config(self._config, self._path, shared, self._gpus)
 
     async def _install_meter(self, seam: Seam, shared: Shared) -> None:
-        """Our worker extension wraps the sampler; only the workers whose samples count say that they did."""
+        """Our worker extension wraps the sampler. Metering is named, not imported: engines know nothing of it."""
+        if self.meter_page is None:
+            return
+        names = {"module": "writer", "build_module": "build", "device_module": "cupy_reader"}
+        spec = {key: f"evap.metering.{name}" for key, name in names.items()}
+        settings = {**shared.settings, "meter": {**spec, "page": str(self.meter_page)}}
         try:
-            await seam.call("collective_rpc", "evap_install", None, (shared.settings,), None)
+            await seam.call("collective_rpc", "evap_install", None, (settings,), None)
         except RuntimeError as e:
             raise StartupError(f"the meter cannot be installed in vLLM's worker: {e}") from e
 

@@ -1,12 +1,152 @@
-"""Runs in vLLM's worker process: the meter, right after sampling."""
+"""Runs in vLLM's worker process: counts what was sampled, right after sampling, where nobody can be late or wrong.
+
+`Meter` is mixed into vLLM's worker. `evap_install` wraps two methods of the model runner: before a forward pass the
+requests that take part for the first time are told to the meter, after the sampler the step's tokens. On a GPU that
+is a kernel launch on the worker's own stream with ids that are on the device already; on the CPU build the same
+kernel's host build, or numpy, counts the same.
+
+Not counted: rows of a partial prefill (the sampler's token for them is thrown away) and drafts that speculative
+decoding rejected. Counted once: the prompt of a request that was preempted and is computed again. Only the last
+pipeline stage's first tensor-parallel rank meters. `computed` may exceed what the scheduler emits: an engine that
+schedules ahead runs one step past a stop.
+
+The meter itself belongs to evap's metering, which engines do not import: it is named in the settings.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evap.engine.vllm.shared import map_file
+
+Ints = npt.NDArray[np.int32]
 
 
 class Meter:
-    """Mixed into vLLM's worker by `worker_extension_cls`."""
+    """Mixed into vLLM's worker by `worker_extension_cls`; its names must not meet the worker's own."""
 
     def evap_install(self, settings: dict[str, Any]) -> bool:
-        return False
+        """Start metering into the page that `settings["meter"]` names. True in the worker that counts."""
+        spec = settings.get("meter")
+        if spec is None or not counts_here():
+            return False
+        runner = self.model_runner  # type: ignore[attr-defined]
+        counter = Counter(_writer(spec, str(runner.device.type)), importlib.import_module(spec["module"]).Join)
+        counter.stream = _stream if runner.device.type == "cuda" else contextlib.nullcontext
+        wrap(runner, counter)
+        return True
+
+
+def counts_here() -> bool:
+    """Last pipeline stage, first of its tensor-parallel group."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415  # needs a worker
+
+    return bool(get_pp_group().is_last_rank) and get_tp_group().rank_in_group == 0
+
+
+def _writer(spec: dict[str, Any], device: str) -> Any:
+    """The meter for this device: kernels on a GPU, their host build on a CPU, numpy without a compiler."""
+    page = map_file(spec["page"])
+    writers = importlib.import_module(spec["module"])
+    if device == "cuda":
+        reader = importlib.import_module(spec["device_module"])
+        return reader.DeviceMeter(page, reader.PinnedMemory(page).device_pointer)
+    build = importlib.import_module(spec["build_module"])
+    try:
+        return writers.CompiledMeter(build.host_library(), page)
+    except (build.BuildError, OSError):
+        return writers.NumpyMeter(page)
+
+
+def _stream() -> Any:
+    """torch's current stream as CuPy's current one."""
+    cupy, torch = importlib.import_module("cupy"), importlib.import_module("torch")
+    return cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+
+
+def wrap(runner: Any, counter: Counter) -> None:
+    """Put the counter around a model runner's forward pass and sampler."""
+    execute, sample = runner.execute_model, runner.sample_tokens
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        counter.before(scheduler_output)
+        return execute(scheduler_output, *args, **kwargs)
+
+    def sample_tokens(grammar_output: Any) -> Any:
+        output = sample(grammar_output)
+        counter.after(output)
+        return output
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+
+class Counter:
+    """Turns the runner's batches into the meter's: slots for request ids, one array of tokens per step."""
+
+    def __init__(self, writer: Any, join: Callable[..., Any]) -> None:
+        self._writer = writer
+        self._join = join
+        self._slots: dict[str, int] = {}
+        self.stream: Callable[[], Any] = contextlib.nullcontext
+
+    def before(self, scheduler_output: Any) -> None:
+        """New requests join; those that ended leave (a slot that is taken again joins with its new generation)."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._slots.pop(request_id, None)
+        joins = [self._new(request) for request in scheduler_output.scheduled_new_reqs]
+        with self.stream():
+            self._writer.begin([join for join in joins if join is not None], time.monotonic_ns())
+
+    def _new(self, request: Any) -> Any:
+        parts = request.req_id.split(".")
+        if len(parts) != 4 or request.sampling_params is None:
+            return None  # not a request of ours: a warm-up, say
+        slot, generation = int(parts[2]), int(parts[3].partition("-")[0])
+        known = request.req_id in self._slots  # preempted, and computed again: its prompt is counted once
+        self._slots[request.req_id] = slot
+        if known:
+            return None
+        params = request.sampling_params
+        eos = params.eos_token_id
+        return self._join(
+            slot=slot, generation=generation, prompt=len(request.prompt_token_ids or ()),
+            cached=request.num_computed_tokens, limit=params.max_tokens, eos=-1 if eos is None else eos,
+        )  # fmt: skip
+
+    def after(self, output: Any) -> None:
+        """What the sampler gave: lists of kept tokens; from an engine that schedules ahead, a tensor on its device."""
+        ahead = getattr(output, "_model_runner_output", None)
+        if ahead is not None:
+            self._tensor(ahead.req_ids, output._sampled_token_ids, output._invalid_req_indices)
+        elif getattr(output, "sampled_token_ids", None):
+            self._lists(output.req_ids, output.sampled_token_ids)
+
+    def _of(self, req_ids: Sequence[str]) -> Ints:
+        return np.array([self._slots.get(i, -1) for i in req_ids], np.int32)
+
+    def _lists(self, req_ids: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
+        counts = np.array([len(tokens) for tokens in sampled], np.int32)
+        table = np.zeros((len(sampled), max(1, int(counts.max(initial=0)))), np.int32)
+        for row, tokens in enumerate(sampled):
+            table[row, : len(tokens)] = tokens
+        self._step(self._of(req_ids), table, counts)
+
+    def _tensor(self, req_ids: Sequence[str], tokens: Any, discarded: Sequence[int]) -> None:
+        slots = self._of(req_ids)
+        slots[list(discarded)] = -1
+        tokens = tokens[: len(slots)]
+        counts = (tokens >= 0).sum(-1)  # a rejected draft is -1; no copy to the host
+        if tokens.device.type == "cpu":
+            tokens, counts = tokens.numpy(), counts.numpy().astype(np.int32)
+        self._step(slots, tokens, counts)
+
+    def _step(self, slots: Ints, tokens: Any, counts: Any) -> None:
+        with self.stream():
+            self._writer.step(slots, tokens, counts, time.monotonic_ns(), ring=False)
