@@ -98,10 +98,10 @@ class Live:
 
     # Generations
 
-    def submit(self, requests: Sequence[GenerateRequest]) -> list[tuple[int, int]]:
+    def submit(self, requests: Sequence[GenerateRequest], first_slot: int = 0) -> list[tuple[int, int]]:
         """Submit all in one pass of the loop. Returns their (slot, generation)."""
         self._generation = (self._generation + 1) % 60_000
-        keys = [(slot, self._generation) for slot in range(len(requests))]
+        keys = [(first_slot + n, self._generation) for n in range(len(requests))]
         with self._changed:
             for key in keys:
                 self._results[key] = Result()
@@ -127,6 +127,10 @@ class Live:
         found = [self._results.pop(key) for key in keys]
         assert not [problem for result in found for problem in result.problems]
         return found
+
+    def ended(self, key: tuple[int, int]) -> bool:
+        with self._changed:
+            return self._results[key].finish is not Finish.NONE
 
     def generate(self, *requests: GenerateRequest) -> list[Result]:
         return self.results(self.submit(requests))
