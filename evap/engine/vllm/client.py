@@ -242,6 +242,8 @@ class CoreSeam:
         self._detach("the engine was stopped")
         if self._client is not None:
             await asyncio.to_thread(self._client.shutdown, timeout=timeout_s)
+            await asyncio.sleep(0)  # vLLM closes its sockets in the next pass of the loop
+            self._client.resources.ctx.destroy(linger=0)
 
 
 class _Deaf:

@@ -97,7 +97,7 @@ def engine_args(config: EngineConfig, model: Path, shared: Shared | None, gpus: 
     _explain(given, actions)
     wanted = {**_from_flags(config), **dict(_checked(given, actions, config))}
     if config.rope_scaling:
-        wanted["hf_overrides"] = json.dumps({"rope_parameters": _rope(model, json.loads(config.rope_scaling))})
+        wanted["hf_overrides"] = json.dumps(rope_overrides(model, json.loads(config.rope_scaling)))
     words = ["--model", str(model), *(word for item in wanted.items() for word in _words(actions, *item))]
     complaints = io.StringIO()
     try:
@@ -184,7 +184,11 @@ def cpu_kv_bytes(meminfo: str) -> int:
     return max(256 << 20, min(8 << 30, int(found[1]) * 1024 // 4 if found else 1 << 30))
 
 
-def _rope(model: Path, scaling: Mapping[str, Any]) -> dict[str, Any]:
+#: RoPE types whose configuration holds the stretched length already; vLLM stretches that of all others by the factor.
+_PRESTRETCHED: Final = ("yarn", "llama3", "longrope", "su")
+
+
+def rope_overrides(model: Path, scaling: Mapping[str, Any]) -> dict[str, Any]:
     """The model's RoPE parameters with `scaling` over them: an override replaces the whole object, theta included.
 
     transformers 5 keeps theta in `rope_parameters`; configurations written by older ones have it beside that.
@@ -194,7 +198,13 @@ def _rope(model: Path, scaling: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError):
         own = {}
     theta = {"rope_theta": own["rope_theta"]} if "rope_theta" in own else {}
-    return {**theta, **(own.get("rope_parameters") or {}), **scaling}
+    rope = {**theta, **(own.get("rope_parameters") or {}), **scaling}
+    found: dict[str, Any] = {"rope_parameters": rope}
+    length = rope.get("original_max_position_embeddings") or own.get("max_position_embeddings")
+    if rope.get("rope_type") in _PRESTRETCHED and length and rope.get("factor"):
+        rope["original_max_position_embeddings"] = length
+        found["max_position_embeddings"] = int(length * float(rope["factor"]))
+    return found
 
 
 def _words(actions: Mapping[str, argparse.Action], key: str, value: str) -> list[str]:

@@ -94,7 +94,7 @@ def test_what_would_hurt_is_refused_before_the_engine(core: Live, fields: dict[s
     request = ask(**fields)
     before = core.replica.running
     with pytest.raises(InvalidRequest) as caught:
-        core.do(lambda: core.replica.submit(60, 60_001, request))
+        core.do(lambda: core.replica.submit(1060, 60_001, request))
     assert message in caught.value.message
     assert len(caught.value.message) < 400
     assert core.replica.running == before

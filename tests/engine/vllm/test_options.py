@@ -57,7 +57,7 @@ def test_vllm_args_of_every_kind(tiny: Path) -> None:
         ("model=other", "evap's own", "MODEL"),
         ("max_model_len=4", "contradicts", "one of them"),
         ("block_size=many", "refuses", ""),
-        ("enforce_eager=maybe", "true or false", "enforce_eager=true"),
+        ("async_scheduling=maybe", "true or false", "async_scheduling=true"),
         ("=4", "expected key=value", ""),
         ("help=block_size", "block", "--vllm-arg block_size="),
         ("help", "vLLM's options", ""),
@@ -87,7 +87,11 @@ def test_a_long_context_by_rope_scaling(tiny: Path) -> None:
     wanted = config(
         rope_scaling='{"rope_type":"yarn","factor":50,"original_max_position_embeddings":4096}', max_model_len=200_000
     )
-    assert engine_config(wanted, tiny, None).model_config.max_model_len == 200_000
+    found = engine_config(wanted, tiny, None).model_config
+    assert found.max_model_len == 200_000
+    assert found.hf_config.rope_parameters["rope_theta"] == 10000.0
+    longer = config(rope_scaling='{"rope_type":"dynamic","factor":50}', max_model_len=200_000)
+    assert engine_config(longer, tiny, None).model_config.max_model_len == 200_000
 
 
 def test_a_model_that_is_none_is_said(tmp_path: Path) -> None:
