@@ -15,7 +15,8 @@ EvapError
         UnsupportedMediaType
         ExpectationFailed
         HeadersTooLarge
-        RateLimited         a key's limit or budget
+        RateLimited         a key's limit
+            QuotaExceeded   a key's budget is used up
     ServerError             ours, or our state
         Overloaded          the queue is full
         Draining            going away; retry elsewhere
@@ -28,7 +29,8 @@ EvapError
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from collections.abc import Sequence
+from typing import ClassVar, Final, NamedTuple
 
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_ECHO_BYTES: Final = 64
@@ -40,6 +42,15 @@ def echo(value: object) -> str:
     text = "".join(c if c.isprintable() and not 0xD800 <= ord(c) <= 0xDFFF else "?" for c in text[:MAX_ECHO_BYTES])
     data = text.encode()
     return text if len(data) <= MAX_ECHO_BYTES else data[: MAX_ECHO_BYTES - 3].decode(errors="ignore") + "..."
+
+
+class Limit(NamedTuple):
+    """A rate of a key. name: "requests" | "tokens"; limit per minute; reset_s: until all of it is there again."""
+
+    name: str
+    limit: int
+    remaining: int
+    reset_s: float
 
 
 class EvapError(Exception):
@@ -123,6 +134,13 @@ class HeadersTooLarge(ClientError):
 class RateLimited(ClientError):
     type = "rate_limit_error"
     default_code = "rate_limit_exceeded"
+    #: the rates and what is left of them, for the answer's headers
+    limits: Sequence[Limit] = ()
+
+
+class QuotaExceeded(RateLimited):
+    type = "insufficient_quota"
+    default_code = "insufficient_quota"
 
 
 class ServerError(EvapError):

@@ -7,6 +7,7 @@ code (RFC 9113 section 7) breaks off a stream that has one. A test holds every c
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from email.utils import formatdate
 from typing import Final
 
@@ -45,6 +46,7 @@ ERRORS: Final[dict[type[e.EvapError], tuple[int, int]]] = {
     e.ExpectationFailed: (417, CANCEL),
     e.HeadersTooLarge: (431, ENHANCE_YOUR_CALM),
     e.RateLimited: (429, ENHANCE_YOUR_CALM),
+    e.QuotaExceeded: (429, ENHANCE_YOUR_CALM),
     e.ServerError: (500, INTERNAL_ERROR),
     e.Overloaded: (503, REFUSED_STREAM),
     e.Draining: (503, REFUSED_STREAM),
@@ -87,7 +89,29 @@ def error_headers(error: e.EvapError) -> list[tuple[bytes, bytes]]:
         headers.append((b"allow", error.allow.encode("ascii", "replace")))
     if isinstance(error, e.Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, e.RateLimited):
+        headers += limit_headers(error.limits)
     return headers
+
+
+def limit_headers(limits: Sequence[e.Limit]) -> list[tuple[bytes, bytes]]:
+    """OpenAI's x-ratelimit-{limit,remaining,reset}-{requests,tokens}."""
+    found = []
+    for limit in limits:
+        name = limit.name.encode()
+        found.append((b"x-ratelimit-limit-" + name, b"%d" % limit.limit))
+        found.append((b"x-ratelimit-remaining-" + name, b"%d" % limit.remaining))
+        found.append((b"x-ratelimit-reset-" + name, _duration(limit.reset_s)))
+    return found
+
+
+def _duration(seconds: float) -> bytes:
+    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    if seconds < 1:
+        return b"%dms" % (seconds * 1000 + 0.999)
+    if seconds < 60:
+        return b"%gs" % round(seconds, 3)
+    return b"%dm%ds" % divmod(int(seconds + 0.999), 60)
 
 
 _TOKEN_LOWER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch

@@ -1,0 +1,155 @@
+"""Open exchanges in a mapped file: after kill -9 the next start settles each of them with its true counts.
+
+Per token nothing is written here that would not be written anyway: `computed`, `lag` and `cached` are arrays by slot, and
+the loop's own count of computed tokens *is* the first of them. An exchange that is on rows has delivered all that was
+computed; where that is not so (text held back, a slow reader) `lag` says by how much. Per exchange a few numbers are
+packed: at its start, at the end of each of its slots, at its end.
+
+    byte 0      magic, slots, entries (u64 each)
+    byte 64     owner, computed, lag, cached: int32 by slot; owner is the entry of the slot's exchange, or -1
+    then        entries, ENTRY_BYTES each: u32 phase, i32 the slot whose counts `base` has taken over last, u32 base
+                computed, emitted, delivered, cached, u32 flags, u16 length of the note, the note
+
+The counters page (`page.py`) is for readers in other processes, who need its tags; this file is read when nobody writes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+
+MAGIC: Final = int.from_bytes(b"EVAPOPN1", "little")
+ENTRY_BYTES: Final = 768
+_START: Final = 64
+_HEADER: Final = struct.Struct("<QQQ")
+_ENTRY: Final = struct.Struct("<IiIIIIIH")
+_BASE: Final = struct.Struct("<iIIII")  # from byte 4 of an entry
+_DELIVERED: Final = struct.Struct("<I")
+MAX_NOTE_BYTES: Final = ENTRY_BYTES - _ENTRY.size
+_FREE: Final = b"\0\0\0\0"
+_OPEN: Final = 1
+_WHOLE: Final = 1  #: nothing is delivered before the end
+
+
+class Survivor(NamedTuple):
+    """An exchange that was open when its process died."""
+
+    note: bytes
+    cached: int
+    computed: int
+    emitted: int
+    delivered: int
+
+
+class OpenTable:
+    """The loop's side: one writer."""
+
+    def __init__(self, path: Path, slots: int, entries: int) -> None:
+        """An empty table, its blocks allocated now. Raises OSError."""
+        at, size = _places(slots, entries)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            self._memory = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._at = at
+        self.owner, self.computed, self.lag, self.cached = _arrays(self._memory, slots)
+        self.owner[:] = -1
+        self._bases: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)] * entries
+        self._free = list(range(entries))
+        _HEADER.pack_into(self._memory, 0, MAGIC, slots, entries)
+
+    def open(self, note: bytes, slots: Sequence[int], *, whole: bool) -> int:
+        """Enter an exchange that takes these slots; its entry. -1 when the table is full or the note too long."""
+        if not self._free or len(note) > MAX_NOTE_BYTES:
+            return -1
+        entry = self._free.pop()
+        at = self._at + entry * ENTRY_BYTES
+        self._bases[entry] = (0, 0, 0, 0)
+        self._memory[at + _ENTRY.size : at + _ENTRY.size + len(note)] = note
+        for slot in slots:
+            self.lag[slot] = self.cached[slot] = 0
+            self.owner[slot] = entry
+        _ENTRY.pack_into(self._memory, at, _OPEN, -1, 0, 0, 0, 0, _WHOLE if whole else 0, len(note))
+        return entry
+
+    def released(self, entry: int, slot: int, computed: int, emitted: int, delivered: int) -> None:
+        """The slot's counts are final, and are kept with the exchange from now on."""
+        old = self._bases[entry]
+        cached = max(old[3], int(self.cached[slot]))
+        base = self._bases[entry] = (old[0] + computed, old[1] + emitted, old[2] + delivered, cached)
+        # A process that dies here has the counts in both places; `slot` says so.
+        _BASE.pack_into(self._memory, self._at + entry * ENTRY_BYTES + 4, slot, *base)
+        self.owner[slot] = -1
+
+    def delivered(self, entry: int, tokens: int) -> None:
+        """What an exchange without slots has delivered by now: its reader is slow."""
+        computed, emitted, _, cached = self._bases[entry]
+        self._bases[entry] = (computed, emitted, tokens, cached)
+        _DELIVERED.pack_into(self._memory, self._at + entry * ENTRY_BYTES + 16, tokens)
+
+    def close(self, entry: int) -> None:
+        """The exchange is settled, and its record is in the journal."""
+        at = self._at + entry * ENTRY_BYTES
+        self._memory[at : at + 4] = _FREE
+        self._free.append(entry)
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        del self.owner, self.computed, self.lag, self.cached
+        self._memory.close()
+
+
+def _places(slots: int, entries: int) -> tuple[int, int]:
+    """(first byte of the entries, size of the file)."""
+    at = _START + 4 * 4 * slots
+    at += -at % 64
+    return at, at + entries * ENTRY_BYTES
+
+
+def _arrays(memory: Any, slots: int) -> tuple[Int32, Int32, Int32, Int32]:
+    table = np.frombuffer(memory, "<i4", 4 * slots, _START).reshape(4, slots)
+    return table[0], table[1], table[2], table[3]
+
+
+def recover(path: Path) -> list[Survivor]:
+    """What was open when the table's process died; [] for a file that is missing or none of ours."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    if len(data) < _START:
+        return []
+    magic, slots, entries = _HEADER.unpack_from(data)
+    if magic != MAGIC or len(data) < _places(slots, entries)[1]:
+        return []
+    start = _places(slots, entries)[0]
+    owner, computed, lag, cached = _arrays(data, slots)
+    found = []
+    for entry in range(entries):
+        at = start + entry * ENTRY_BYTES
+        phase, taken, *base, flags, size = _ENTRY.unpack_from(data, at)
+        if phase != _OPEN:
+            continue
+        own = np.flatnonzero(owner == entry)
+        running = own[own != taken]
+        counted = int(computed[running].sum())
+        out = 0 if flags & _WHOLE else counted - int(lag[running].sum())
+        found.append(
+            Survivor(
+                note=data[at + _ENTRY.size : at + _ENTRY.size + size],
+                cached=max(base[3], int(cached[own].max(initial=0))),
+                computed=base[0] + counted, emitted=base[1] + counted, delivered=base[2] + max(0, out),
+            )
+        )  # fmt: skip
+    return found

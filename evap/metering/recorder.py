@@ -1,0 +1,207 @@
+"""Makes records durable, off the loop: one thread, one commit for whatever is waiting, and a spool for bad days.
+
+The loop calls `put`: the record goes into the journal (a mapped ring, safe against kill -9) and into a queue. The thread
+commits everything queued as one transaction. While the ledger cannot be written (disk full, file locked) records stay in
+the journal; when that is half full they go to the spool file, and from there into the ledger when it is back. When the
+spool cannot be written either and the journal is full, `accepting` is False: nothing new may be started that could not
+be recorded. Nothing here ever delays a stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from evap.metering import ledger
+from evap.metering.journal import Journal
+
+SPOOL: Final = "spool.jsonl"
+#: The thread waits this long after the first record, so that a busy server commits groups.
+GATHER_S: Final = 0.002
+RETRY_S: Final = 0.5
+MAX_GROUP: Final = 2000
+
+
+class State(enum.Enum):
+    OK = "ok"
+    SPOOLING = "spooling"  #: the ledger cannot be written; records are kept elsewhere
+    FULL = "full"  #: nor can the spool, and the journal is full
+    CLOSED = "closed"
+
+
+class Recorder:
+    """`db` belongs to the recorder's thread from `start` on. on_durable: called there, with the number of records."""
+
+    def __init__(
+        self,
+        db: sqlite3.Connection,
+        journal: Journal,
+        spool: Path,
+        *,
+        on_state: Callable[[State, str], None] = lambda state, line: None,
+        on_durable: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self._db, self._journal, self._spool = db, journal, spool
+        self._on_state, self._on_durable = on_state, on_durable
+        self._queue: deque[tuple[bytes, int]] = deque()
+        self._wake = threading.Event()
+        self._asleep = False
+        self._closing = False
+        self._idle = threading.Condition()
+        self._taken = 0  # records that the thread has dealt with
+        self._put = 0
+        self.state = State.OK
+        self.detail = ""
+        self.durable = 0  #: records committed to the ledger
+        self.spooled = spool.stat().st_size if spool.exists() else 0  #: bytes in the spool file
+        self._thread = threading.Thread(target=self._run, name="evap-ledger", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # The loop's side
+
+    def put(self, row: bytes) -> None:
+        """An encoded record. Returns at once."""
+        self._queue.append((row, self._journal.append(row)))
+        self._put += 1
+        if self._asleep:
+            self._wake.set()
+
+    @property
+    def pending(self) -> int:
+        """Records that are neither in the ledger nor in the spool file."""
+        return self._put - self._taken
+
+    @property
+    def accepting(self) -> bool:
+        return self.state is not State.FULL
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what was put before is dealt with. Not for the loop's thread. False when it took too long."""
+        until = self._put
+        with self._idle:
+            return self._idle.wait_for(lambda: self._taken >= until, timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Write what is waiting and end. False if the thread could not in time: the journal keeps the rest."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # The thread's side
+
+    def _run(self) -> None:
+        while True:
+            self._asleep = True
+            if not self._queue and not self._closing:
+                self._wake.wait(RETRY_S if self.spooled or self.state is not State.OK else None)
+            self._asleep = False
+            self._wake.clear()
+            if not self._closing:
+                self._wake.wait(GATHER_S if self._queue else 0)
+            self._work()
+            if self._closing and (not self._queue or self.state is not State.OK):
+                break
+            if self.state is not State.OK and not self._closing:
+                self._wake.clear()
+                self._wake.wait(RETRY_S)
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+
+    def _work(self) -> None:
+        """One try at everything that waits."""
+        try:
+            if self.spooled:
+                self._unspool()
+            while self._queue:
+                group = self._group()
+                ledger.insert(self._db, [row for row, _ in group])
+                self.durable += len(group)
+                self._done(group)
+                self._on_durable(len(group))
+            self._enter(State.OK, "")
+        except (sqlite3.Error, OSError) as error:
+            with contextlib.suppress(sqlite3.Error):
+                if self._db.in_transaction:
+                    self._db.rollback()
+            self._set_aside(str(error))
+
+    def _group(self) -> list[tuple[bytes, int]]:
+        queue = self._queue
+        return [queue[i] for i in range(min(len(queue), MAX_GROUP))]
+
+    def _done(self, group: list[tuple[bytes, int]]) -> None:
+        """These are safe elsewhere."""
+        for _ in group:
+            self._queue.popleft()
+        position = max(at for _, at in group)
+        if position >= 0:
+            self._journal.free(position)
+        with self._idle:
+            self._taken += len(group)
+            self._idle.notify_all()
+
+    def _set_aside(self, reason: str) -> None:
+        """The ledger is not to be had. Room in the journal is room in memory; beyond half of it, the spool file."""
+        crowded = self._journal.used * 2 > self._journal.size or self._closing
+        if not crowded:
+            self._enter(State.SPOOLING, reason)
+            return
+        try:
+            while self._queue:
+                group = self._group()
+                self._append_spool(b"".join(row + b"\n" for row, _ in group))
+                self._done(group)
+            self._enter(State.SPOOLING, reason)
+        except OSError as error:
+            full = bool(self._queue) and self._queue[-1][1] < 0
+            self._enter(State.FULL if full else State.SPOOLING, f"{reason}; spool: {error.strerror or error}")
+
+    def _append_spool(self, data: bytes) -> None:
+        fd = os.open(self._spool, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            before = os.fstat(fd).st_size
+            try:
+                written = os.write(fd, data)
+                if written != len(data):
+                    raise OSError("the disk is full")
+                os.fsync(fd)
+            except OSError:
+                os.ftruncate(fd, before)  # half a line is no record
+                raise
+        finally:
+            os.close(fd)
+        self.spooled += len(data)
+
+    def _unspool(self) -> None:
+        rows = read_spool(self._spool)
+        for start in range(0, len(rows), MAX_GROUP):
+            ledger.insert(self._db, rows[start : start + MAX_GROUP])
+        self._spool.unlink(missing_ok=True)
+        self.spooled = 0
+        self.durable += len(rows)
+
+    def _enter(self, state: State, detail: str) -> None:
+        changed = state is not self.state
+        self.state, self.detail = state, detail
+        if changed:
+            self._on_state(state, detail)
+
+
+def read_spool(path: Path) -> list[bytes]:
+    """Encoded records; an unfinished last line, of a process that died in it, is left out (the journal has it)."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    lines = data.split(b"\n")
+    return [line for line in lines[:-1] if line]
