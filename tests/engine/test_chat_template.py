@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from evap.engine import chat_template
 from evap.engine.chat_template import ChatTemplate, load_chat_template, read_json, special_token_names
@@ -161,6 +164,26 @@ def test_words_of_the_template_are_told_in_full_and_input_is_cut() -> None:
     with pytest.raises(InvalidRequest) as caught:
         make("{{ raise_exception('bad role ' + messages[0].role) }}").render([{"role": "r" * 500, "content": ""}], {})
     assert caught.value.message.count("r") < 100
+
+
+@pytest.mark.parametrize("name", ["role", "absent", "items", "keys", "update", "__class__", "_x", "copy"])
+def test_the_short_way_through_the_sandbox_ends_where_the_long_one_does(name: str) -> None:
+    short, long = chat_template._Sandbox(), ImmutableSandboxedEnvironment()
+    for obj in ({"role": "user", "items": 1, "_x": 2}, OrderedDict(role=1), [1], "text", 5, None):
+        ours, theirs = short.getattr(obj, name), long.getattr(obj, name)
+        assert type(ours) is type(theirs)
+        assert ours == theirs or isinstance(theirs, Undefined)
+        if isinstance(theirs, Undefined):
+            assert ours._undefined_exception is theirs._undefined_exception
+
+
+@pytest.mark.parametrize("name", ["first", "index", "previtem", "cycle", "__next__", "_iterator", "absent"])
+def test_loops_in_the_sandbox(name: str) -> None:
+    source = (
+        "{% for i in [1, 2, 3] %}{{ loop." + name + " is defined }},{{ loop." + name + " is callable }} {% endfor %}"
+    )
+    expected = ImmutableSandboxedEnvironment().from_string(source).render()
+    assert make(source).render(CHAT, {}) == expected
 
 
 @pytest.mark.parametrize("messages", [[], ["text"], [None], [["role", "user"]]])
