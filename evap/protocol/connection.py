@@ -21,7 +21,7 @@ from evap.protocol.events import WindowOpened as Opened
 from evap.protocol.gate import Gate, Violation
 from evap.protocol.h2seam import ServerConnection
 from evap.protocol.inbound import Inbound
-from evap.protocol.limits import HIGH_WATER, NEVER, WINDOW_CREDIT, Budgets, Shared, WriteProgress, to_ns
+from evap.protocol.limits import GOODBYE_NS, HIGH_WATER, NEVER, WINDOW_CREDIT, Budgets, Shared, WriteProgress, to_ns
 from evap.protocol.outbox import Outbox
 from evap.protocol.stream import Action, Input, State, Stream
 
@@ -65,6 +65,7 @@ class Http2Core:
         self.aborting = False  # close without waiting for what is queued: the peer does not read
         self.writes = WriteProgress(now_ns)
         self.started_ns = now_ns
+        self._answered_ns = -GOODBYE_NS  # when the last answer was done
         self.active_ns = now_ns
         self.partial_ns: int | None = None
         self.deadline_ns = now_ns + to_ns(min(config.preface_timeout_s, config.settings_timeout_s))
@@ -197,16 +198,13 @@ class Http2Core:
     def break_off(self, stream: Stream, *, refused: bool) -> None:
         """Reply.abort and Reply.refuse: whoever calls knows, so there is no event."""
         self._reset(stream, code.REFUSED_STREAM if refused else code.INTERNAL_ERROR)
-        self._close(stream, Input.BROKEN, "")
+        self.close_stream(stream, Input.BROKEN, "")
         self._notify()
 
     def break_stream(self, stream: Stream, error: int, reason: str) -> None:
         """We give the stream up; whoever has the request hears `reason`."""
         self._reset(stream, error)
-        self._close(stream, Input.BROKEN, reason)
-
-    def peer_reset(self, stream: Stream) -> None:
-        self._close(stream, Input.RESET, "client_reset")
+        self.close_stream(stream, Input.BROKEN, reason)
 
     def sent_end(self, stream: Stream) -> None:
         if stream.move(Input.SENT_END) is Action.STOP_REQUEST:
@@ -295,8 +293,7 @@ class Http2Core:
                 self.drop_body(stream)
                 self.shared.requests += 1
                 events.append(RequestReady(stream, head, body))
-        if self.ready:
-            self.ready = []
+        self.ready.clear()
         self._flush()
         self._leave_if_done()
         self.events = []
@@ -306,14 +303,16 @@ class Http2Core:
     def _flush(self) -> None:
         if self.outbox.pending and not self._closing:
             opened = self.outbox.drain(self.now_ns, HIGH_WATER - self.writes.queued)
-            for stream in opened:
-                if stream.alive:
-                    self.events.append(Opened(stream))
+            self.events += [Opened(stream) for stream in opened if stream.alive]
             self.arm(self.now_ns + to_ns(self.config.stall_timeout_s))
 
     def _leave_if_done(self) -> None:
-        if (self.draining or self.peer_leaving) and not self.streams and not self.ready:
+        if not (self.draining or self.peer_leaving) or self.streams or self.ready:
+            return
+        if self.peer_leaving or self.now_ns >= self._answered_ns + GOODBYE_NS:
             self.goodbye(code.NO_ERROR, "")
+        else:
+            self.arm(self._answered_ns + GOODBYE_NS)
 
     def _fail(self, violation: Violation) -> None:
         self.shared.violations += 1
@@ -322,13 +321,13 @@ class Http2Core:
 
     def cancel_all(self, reason: str) -> None:
         for stream in list(self.streams.values()):
-            self._close(stream, Input.GONE, reason)
+            self.close_stream(stream, Input.GONE, reason)
 
     def _reset(self, stream: Stream, error: int) -> None:
         self.outbox.pull()
         self.conn.reset(stream.h2, error)
 
-    def _close(self, stream: Stream, event: Input, reason: str) -> None:
+    def close_stream(self, stream: Stream, event: Input, reason: str) -> None:
         if stream.move(event) is Action.CANCEL:
             if stream.delivered and reason:
                 self.events.append(StreamCancelled(stream, reason))
@@ -341,6 +340,8 @@ class Http2Core:
         stream.queue.clear()
         stream.buffered = 0
         self.drop_body(stream)
+        if stream.delivered:
+            self._answered_ns = self.now_ns
         del self.streams[stream.stream_id]
         self.conn.closed_one()
         if not self.streams:

@@ -294,7 +294,7 @@ class Inbound:
                 stream = core.streams.get(event.stream_id)
                 if event.remote_reset:
                     if stream is not None:
-                        core.peer_reset(stream)
+                        core.close_stream(stream, Input.RESET, "client_reset")
                 else:  # MadeYouReset: h2 has reset the stream because of this frame
                     if stream is not None:
                         core.break_stream(stream, code.STREAM_CLOSED, "protocol_error")

@@ -35,6 +35,9 @@ LATE_BURST: Final = 2048
 #: WINDOW_UPDATE frames that one DATA frame of ours earns.
 WINDOW_CREDIT: Final = 4
 NS: Final = 1_000_000_000
+#: From the last answer to GOAWAY while draining: httpcore takes a GOAWAY that it reads together with the end of an
+#: answer for a failure of every answer that another of its threads has not picked up yet.
+GOODBYE_NS: Final = NS // 2
 NEVER: Final = 1 << 62
 
 

@@ -36,6 +36,7 @@ MAX_ROUNDS: Final = 4
 #: The timer's longest and shortest period.
 MAX_PERIOD_S: Final = 1.0
 MIN_PERIOD_S: Final = 0.02
+DRAIN_PERIOD_S: Final = 0.1
 
 
 class Hub:
@@ -91,8 +92,12 @@ class Hub:
     def drain(self) -> None:
         """Refuse new requests and connections; each connection closes when its last answer is done."""
         self.shared.draining = True
+        self._period_s = min(self._period_s, DRAIN_PERIOD_S)
         for protocol in list(self.live):
             protocol.drain()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._tick()
 
     def stop(self) -> None:
         """The end of the drain: answers that still run are cancelled ("drain"), connections close."""
@@ -111,8 +116,8 @@ class Hub:
 
     @property
     def unsent(self) -> int:
-        """Bytes that transports still hold, over all connections."""
-        return sum(protocol.queued for protocol in self.live)
+        """Bytes that transports still hold, and one for each connection that has not said goodbye yet."""
+        return sum(protocol.queued + (not protocol.said_bye) for protocol in self.live)
 
     def _soon(self) -> None:
         self._flushing = None
@@ -139,7 +144,7 @@ class ServerProtocol(asyncio.Protocol):
         self._fd = -1  # of a plain TCP connection
         self._sniffed = b""
         self._marked = False
-        self._said_bye = False  # nothing is written any more; input is thrown away until the peer closes
+        self.said_bye = False  # nothing is written any more; input is thrown away until the peer closes
         self._gone = False
         self.due_ns = NEVER
 
@@ -165,7 +170,7 @@ class ServerProtocol(asyncio.Protocol):
             self.flush()
 
     def data_received(self, data: bytes) -> None:
-        if self._said_bye or self._gone:
+        if self.said_bye or self._gone:
             return
         core = self._core
         if core is None:
@@ -184,7 +189,7 @@ class ServerProtocol(asyncio.Protocol):
     def eof_received(self) -> bool:
         """False: asyncio closes the transport, after what is queued has been written."""
         self._lost()
-        if self._core is not None and self._transport is not None and not self._said_bye:
+        if self._core is not None and self._transport is not None and not self.said_bye:
             self._transport.write(b"".join(self._core.take_output()))
         return False
 
@@ -196,7 +201,7 @@ class ServerProtocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """Rule 2. HTTP/1.1 bounds its input itself, and must go on reading to notice a client that leaves."""
-        if self._transport is not None and not self._said_bye and isinstance(self._core, Http2Core):
+        if self._transport is not None and not self.said_bye and isinstance(self._core, Http2Core):
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
@@ -216,7 +221,7 @@ class ServerProtocol(asyncio.Protocol):
         """Write all that may be written now, and hand over the events that this makes."""
         self._marked = False
         core, transport = self._core, self._transport
-        if core is None or transport is None or self._said_bye:
+        if core is None or transport is None or self.said_bye:
             return
         try:
             for _ in range(MAX_ROUNDS):
@@ -237,7 +242,7 @@ class ServerProtocol(asyncio.Protocol):
         transport, core = self._transport, self._core
         if transport is None:
             return
-        if self._said_bye or core is None:
+        if self.said_bye or core is None:
             transport.abort()
         else:
             self._run(core.tick)
@@ -310,9 +315,9 @@ class ServerProtocol(asyncio.Protocol):
     def _close(self) -> None:
         """Say that nothing more comes, and read on for a moment."""
         transport = self._transport
-        if transport is None or self._said_bye:
+        if transport is None or self.said_bye:
             return
-        self._said_bye = True
+        self.said_bye = True
         self.due_ns = self._hub.clock() + LINGER_NS
         if self.queued:
             self.due_ns += int(self._hub.config.stall_timeout_s * NS)

@@ -213,7 +213,11 @@ def test_a_drained_connection_closes_when_its_last_answer_is_done(bench: Bench) 
     bench.hub.drain()
     bench.app.streams[0].end()
     bench.turn()
+    assert not transport.eof_written
+    assert bench.hub.unsent
+    bench.later(0.6)
     assert transport.eof_written
+    assert not bench.hub.unsent
     assert split(bytes(transport.written))[-1].type == f.GOAWAY
 
 
