@@ -122,7 +122,10 @@ class Server:
 
     def _gauges(self) -> None:
         dispatch, engine = self.dispatch, self.config.engine
-        busy = lambda: float(dispatch.steps.slots.size - dispatch.steps.slots.free)  # noqa: E731
+
+        def busy() -> float:
+            return float(dispatch.steps.slots.size - dispatch.steps.slots.free)
+
         self.metrics.gauges.update(
             {
                 "open_exchanges": ("Requests that are not settled", lambda: float(len(dispatch.open))),
