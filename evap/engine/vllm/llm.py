@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
@@ -13,6 +14,8 @@ from evap.engine.vllm import names
 from evap.engine.vllm.client import Sink
 from evap.engine.vllm.runs import Row
 from evap.messages import Finish, TokenLogprobs, TopLogprob
+
+logger = logging.getLogger(__name__)
 
 FINISHES: Final = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED, "repetition": Finish.STOP}
 
@@ -64,6 +67,7 @@ class LlmSeam:
         if task.cancelled():
             self._sink.on_aborted([request_id])
         elif task.exception() is not None and not self._llm.errored:  # a dead engine is noticed by the watch
+            logger.error("a request failed in AsyncLLM", exc_info=task.exception())
             self._report(Row(request_id=request_id, finish=Finish.ERROR))
 
     def _row(self, request_id: str, output: Any) -> Row:
@@ -124,6 +128,6 @@ def _position(entries: Any, token: int) -> TokenLogprobs:
 
 
 def _prompt(found: Any, prompt_ids: Sequence[int]) -> list[TokenLogprobs | None] | None:
-    if found is None:
+    if not found:  # None, or (after the first output) nothing more
         return None
     return [None if e is None else _position(e, token) for e, token in zip(found, prompt_ids, strict=True)]

@@ -1,8 +1,9 @@
-"""Log lines of a starting engine -> what a person waiting for it wants to read. No I/O."""
+"""Log lines of an engine -> what a person waiting for it, or mending it, wants to read. No I/O."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 #: pattern in vLLM's log -> line to show; groups are filled in. What does not match is not shown.
@@ -28,3 +29,16 @@ def progress_of(message: str) -> str:
         if found:
             return line.format(*found.groups())
     return ""
+
+
+_EXCEPTION: Final = re.compile(r"\((\w+(?:Error|Exception|Exit)): (.+)\)$")
+MAX_CAUSE: Final = 400
+
+
+def root_cause(errors: Sequence[str]) -> str:
+    """The first error that carries an exception (what follows it is its consequence), else the last; "" for none."""
+    for message in errors:
+        found = _EXCEPTION.search(message)
+        if found:
+            return f"{found[1]}: {found[2]}"[:MAX_CAUSE]
+    return errors[-1][:MAX_CAUSE] if errors else ""

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from evap.config import EngineConfig
 from evap.engine.interface import OnBatch, OnState
-from evap.engine.vllm.progress import progress_of
+from evap.engine.vllm.progress import progress_of, root_cause
 from evap.engine.vllm.runs import Runs
-from evap.engine.vllm.shared import Shared, parse_lines
+from evap.engine.vllm.shared import RING_RECORDS, Shared, parse_lines
 from evap.errors import EvapError, StartupError
 from evap.messages import EngineInfo, GenerateRequest, ReplicaState, SamplingParams, TokenBatch
 from evap.ring import RingReader
@@ -62,10 +62,12 @@ class VllmReplica:
         self._seam: Seam | None = None
         self._shared: Shared | None = None
         self._ring: RingReader | None = None
-        self._last_errors: list[str] = []
+        self._errors: list[str] = []
         self._revival: asyncio.Task[None] | None = None
         self._ready_at = 0.0
         self._failures = 0
+        #: places of the token ring; set before `start`
+        self.ring_records = RING_RECORDS
         #: counters page (see evap.metering) that the worker is to write; set before `start`. One per replica.
         self.meter_page: Path | None = None
         #: starts after a death
@@ -144,8 +146,8 @@ class VllmReplica:
 
     async def _boot(self) -> None:
         self._set(ReplicaState.STARTING, "loading vLLM")
-        self._last_errors.clear()
-        shared = self._shared = Shared()
+        self._errors.clear()
+        shared = self._shared = Shared(capacity=self.ring_records)
         self._loop.add_reader(shared.log_fd, self._read_log)
         turn = _Turn()
         try:
@@ -160,7 +162,7 @@ class VllmReplica:
             self._info = _info(self._config, vllm_config)
         except (RuntimeError, ValueError, OSError, TimeoutError) as e:
             self._read_log()
-            reason = self._last_errors[-1] if self._last_errors else f"{type(e).__name__}: {e}"
+            reason = root_cause(self._errors) or f"{type(e).__name__}: {e}"
             raise StartupError(f"vLLM did not start: {reason}", remedy="its log above says more") from e
         finally:
             turn.end()
@@ -214,8 +216,9 @@ class VllmReplica:
     def on_death(self, reason: str) -> None:
         self._drain_ring()
         self._read_log()
-        if self._last_errors:
-            reason = f"{reason} ({self._last_errors[-1]})"
+        cause = root_cause(self._errors)
+        if cause:
+            reason = f"{reason} ({cause})"
         self._failures = 0 if time.monotonic() - self._ready_at > HEALTHY_S else self._failures + 1
         self._set(ReplicaState.FAILED, reason)
         self._give(self._runs.fail())
@@ -262,7 +265,7 @@ class VllmReplica:
         for level, process, message in parse_lines(data):
             logger.log(level if level >= logging.WARNING else logging.DEBUG, "%s: %s: %s", self._name, process, message)
             if level >= logging.ERROR:
-                self._last_errors = [*self._last_errors[-4:], message.strip().splitlines()[-1][:300]]
+                self._errors = [*self._errors[-19:], " ".join(message.split())]
             line = progress_of(message)
             if line and self._state is ReplicaState.STARTING:
                 self._on_state(ReplicaState.STARTING, line)

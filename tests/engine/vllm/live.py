@@ -183,13 +183,14 @@ def config(**options: Any) -> EngineConfig:
 
 
 @contextlib.contextmanager
-def engine(model: Path, **options: Any) -> Iterator[Live]:
-    """A live engine with `options` of EngineConfig."""
+def engine(model: Path, before: Callable[[Any], None] = lambda _replica: None, **options: Any) -> Iterator[Live]:
+    """A live engine with `options` of EngineConfig. `before` may change the replica before it starts."""
     from evap.engine import vllm
 
     prepare_environment()
     live = Live(lambda: vllm.build(config(**options), model))
     try:
+        before(live.replica)
         yield live.start()
     finally:
         live.close()

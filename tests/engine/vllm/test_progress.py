@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evap.engine.vllm.progress import progress_of
+from evap.engine.vllm.progress import progress_of, root_cause
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,14 @@ from evap.engine.vllm.progress import progress_of
 )
 def test_progress(message: str, line: str) -> None:
     assert progress_of(message) == line
+
+
+def test_the_root_cause_is_the_first_exception() -> None:
+    lines = [
+        "something is odd",
+        "EngineCore failed to start. (ValueError: 2 GiB KV cache is needed, which is larger (than that))",
+        "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.",
+    ]
+    assert root_cause(lines) == "ValueError: 2 GiB KV cache is needed, which is larger (than that)"
+    assert root_cause(lines[:1]) == "something is odd"
+    assert root_cause([]) == ""
