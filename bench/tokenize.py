@@ -29,6 +29,8 @@ from evap.engine.tokenizer import HfText, load_text
 
 SIZES = (1_000, 4_000, 16_000, 64_000, 200_000)
 QUICK = SIZES[:3]
+#: Turns that are added one by one, each with the whole conversation sent again.
+RESENT = 4
 Message = dict[str, Any]
 
 
@@ -78,21 +80,18 @@ def row(path: Path, tokens: int, repeat: int) -> dict[str, Any]:
     count = 0
     for seed in range(repeat):
         talk = Talk(seed)
-        first = talk.of_tokens(tokens, scratch)
-        again = first + talk.turn()
+        messages = talk.of_tokens(tokens, scratch)
         text = load_text(path)
-        for name, messages, work in (
-            ("cold", first, lambda m: text.chat_ids(m, {})),  # noqa: B023  (called here and now)
-            ("resent", again, lambda m: text.chat_ids(m, {})),  # noqa: B023
-            ("plain", again, plain),
-        ):
-            cpu, wall, ids = measure(lambda: work(messages))  # noqa: B023
+        for name in ("cold", *["resent"] * RESENT):
+            cpu, wall, ids = measure(lambda: text.chat_ids(messages, {}))  # noqa: B023  (called here and now)
             note(name, cpu, wall)
-            if name != "plain" and ids != plain(messages):
+            cpu, wall, expected = measure(lambda: plain(messages))  # noqa: B023
+            note("plain", cpu, wall)
+            if ids != expected:
                 raise RuntimeError(f"{name}: other ids than the plain tokenizer's")
             count = len(ids)
-        cpu, wall, _ = measure(lambda: template.render(again, {}))  # noqa: B023
-        note("render", cpu, wall)
+            messages = messages + talk.turn()
+        note("render", *measure(lambda: template.render(messages, {}))[:2])  # noqa: B023
     result: dict[str, Any] = {"tokens": count}
     for name, values in figures.items():
         Spread.of(values).into(result, name)
