@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from evap.accounting import Accounting
 from evap.config import Config
 from evap.engine.interface import Replica, Text, check_request
 from evap.errors import (
@@ -29,6 +30,7 @@ from evap.errors import (
 )
 from evap.exchange import Exchange, Input, State
 from evap.messages import ReplicaState, SamplingParams
+from evap.metering.accounts import Account
 from evap.protocol.api.dialect import Dialect
 from evap.protocol.api.media import check_body, negotiate
 from evap.protocol.events import HeaderList, Reply, RequestHead
@@ -62,16 +64,27 @@ class Dispatch:
     """All exchanges of a process."""
 
     def __init__(
-        self, config: Config, *, text: Text, replica: Replica, rows: RowTable, model: str, shell: Shell
+        self,
+        config: Config,
+        *,
+        text: Text,
+        replica: Replica,
+        rows: RowTable,
+        model: str,
+        shell: Shell,
+        accounting: Accounting | None = None,
     ) -> None:
         self.text = text
         self.replica = replica
         self.model = model
         self.draining = False
         self.open: dict[Exchange, None] = {}  # until settled
+        self.accounting = accounting or Accounting(config.meter, model=model, slots=rows.max_slots, now_ns=shell.now_ns,
+                                                   wall_ns=lambda: int(shell.wall_s() * 1e9))  # fmt: skip
         self.steps = Steps(
-            text=text, rows=rows, cancel=replica.cancel, flush=shell.flush, now_ns=shell.now_ns, settled=self._settled
-        )
+            text=text, rows=rows, cancel=replica.cancel, flush=shell.flush, now_ns=shell.now_ns, settled=self._settled,
+            table=self.accounting.table,
+        )  # fmt: skip
         self._config = config
         self._shell = shell
         self._tokenizing = 0  # choices of exchanges whose prompt is in the pool
@@ -80,7 +93,9 @@ class Dispatch:
 
     # A request comes in
 
-    def generate(self, reply: Reply, head: RequestHead, body: bytes, dialect: Dialect) -> None:
+    def generate(
+        self, reply: Reply, head: RequestHead, body: bytes, dialect: Dialect, account: Account | None = None
+    ) -> None:
         """Validate, admit, tokenize, submit. Raises EvapError for what is refused at once (the caller answers)."""
         headers = self._echoed(head)
         check_body(head.get(b"content-type"), head.get(b"content-encoding"))
@@ -96,15 +111,17 @@ class Dispatch:
             model=self.model,
             created_s=int(self._shell.wall_s()),
         )
+        ticket = self.accounting.admit(account, head, renderer.id)
         exchange = Exchange(
             reply=reply, head=head, request=request, renderer=renderer, text=self.text, headers=headers,
             send_error=self._shell.send_error, stream_buffer=self._config.protocol.stream_buffer_bytes,
-            opened_ns=self._shell.now_ns(),
+            opened_ns=self._shell.now_ns(), account=ticket,
         )  # fmt: skip
         reply.owner = exchange
         self.open[exchange] = None
+        self.accounting.running[renderer.id] = exchange
         self._tokenizing += request.n
-        if len(body) < INLINE_BODY_BYTES:
+        if len(body) < INLINE_BODY_BYTES and not ticket.lookup:
             try:
                 ids: list[int] | Exception = self._tokenize(exchange)
             except Exception as error:  # noqa: BLE001 - judged in _tokenized, as when it comes from the pool
@@ -141,6 +158,8 @@ class Dispatch:
 
     def _tokenize(self, exchange: Exchange) -> list[int]:
         request = exchange.request
+        if exchange.account.lookup:
+            self.accounting.look_up(exchange.account)
         if request.messages is not None:
             return self.text.chat_ids(request.messages, dict(request.template_args))
         if request.prompt_ids is not None:
@@ -174,8 +193,10 @@ class Dispatch:
         if check is not None:
             check(sampling, prompt_ids)
         self._admit(request.n)
+        sampling = self.accounting.reserve(exchange, sampling, len(prompt_ids))
         exchange.prompt_ids, exchange.sampling = prompt_ids, sampling
         exchange.choices = [self.steps.add(exchange, index) for index in range(request.n)]
+        self.accounting.opened(exchange)
         exchange.move(Input.SUBMIT)
         if request.stream:
             exchange.begin()
@@ -237,6 +258,7 @@ class Dispatch:
     def _settled(self, exchange: Exchange) -> None:
         del self.open[exchange]
         self._progress.pop(exchange, None)
+        self.accounting.settled(exchange, exchange.usage(), self._shell.now_ns())
         self._shell.settled(exchange)
 
     def tick(self) -> None:

@@ -8,7 +8,6 @@ Rule 3: text reaches the reply through `_emit` only; a slow reader's tokens coal
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -27,41 +26,18 @@ from evap.messages import (
     TokenLogprobs,
     Usage,
 )
+from evap.metering.accounts import Ticket
 from evap.protocol.api.dialect import Renderer
+from evap.protocol.api.usage import trailers
 from evap.protocol.events import HeaderList, Reply, RequestHead
+from evap.states import TRANSITIONS, Input, State
 
+__all__ = ["Exchange", "Input", "State"]
 
-class State(enum.Enum):
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash is Python code, called at each transition
-
-    OPEN = "open"  #: parsed; its prompt is being tokenized
-    RUNNING = "running"  #: submitted; tokens may come
-    ANSWERED = "answered"  #: the reply was ended; slots or bytes are outstanding
-    CANCELLED = "cancelled"  #: the client went away (or was sent an error); slots are outstanding
-    SETTLED = "settled"
-
-
-class Input(enum.Enum):
-    __hash__ = object.__hash__
-
-    SUBMIT = "submit"
-    ANSWER = "answer"
-    CANCEL = "cancel"
-    SETTLE = "settle"
-
-
-TRANSITIONS: Final[dict[tuple[State, Input], State]] = {
-    (State.OPEN, Input.SUBMIT): State.RUNNING,
-    (State.OPEN, Input.ANSWER): State.ANSWERED,  # refused: an error before any token
-    (State.OPEN, Input.CANCEL): State.CANCELLED,
-    (State.RUNNING, Input.ANSWER): State.ANSWERED,
-    (State.RUNNING, Input.CANCEL): State.CANCELLED,
-    (State.ANSWERED, Input.CANCEL): State.CANCELLED,  # gone before it had read everything
-    (State.ANSWERED, Input.SETTLE): State.SETTLED,
-    (State.CANCELLED, Input.SETTLE): State.SETTLED,
-}
 
 NO_STORE: Final = (b"cache-control", b"no-store")
+#: stop_reason where finish_reason is "length" because the key's budget had no more tokens
+BUDGET_STOP: Final = "evap:budget"
 FINISH_REASONS: Final = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
@@ -80,11 +56,13 @@ class Exchange:
         send_error: Callable[[Reply, EvapError], int],
         stream_buffer: int,
         opened_ns: int,
+        account: Ticket | None = None,
     ) -> None:
         self.reply = reply
         self.head = head
         self.request = request
         self.renderer = renderer
+        self.account = account or Ticket()
         self.kind = renderer.kind
         self.state = State.OPEN
         self.prompt_ids: list[int] = []
@@ -96,7 +74,7 @@ class Exchange:
         self.last_sent_ns = opened_ns
         self.end = ""  #: why it ended: stop, length, client_reset, client_gone, stalled, error codes
         self.status = 0
-        self._headers = headers
+        self.headers = headers  #: of a successful answer
         self._send_error = send_error
         self._text = text
         self._buffer = stream_buffer
@@ -126,12 +104,12 @@ class Exchange:
         sampling = self.sampling
         if index and sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % (1 << 63))
-        return GenerateRequest(prompt_ids=self.prompt_ids, sampling=sampling)
+        return GenerateRequest(prompt_ids=self.prompt_ids, sampling=sampling, priority=self.account.priority)
 
     def begin(self) -> None:
         """Send the head and the first events of a streamed answer at once: proxies see life before the first token."""
         self.status = 200
-        self.reply.start(200, ((b"content-type", self.renderer.stream_type), NO_STORE, *self._headers))
+        self.reply.start(200, ((b"content-type", self.renderer.stream_type), NO_STORE, *self.headers))
         prelude = self.renderer.prelude(self._continuous())
         if prelude:
             self._send(prelude)
@@ -201,7 +179,9 @@ class Exchange:
         if tail:
             self._emit(choice, tail, None)
         own = last_token is not None and last_token in self.sampling.stop_token_ids
-        self._end_choice(choice, FINISH_REASONS[finish], last_token if own and finish is Finish.STOP else None)
+        stop_reason = last_token if own and finish is Finish.STOP else None
+        capped = finish is Finish.LENGTH and self.account.capped
+        self._end_choice(choice, FINISH_REASONS[finish], BUDGET_STOP if capped else stop_reason)
 
     # Text out
 
@@ -254,6 +234,11 @@ class Exchange:
             _, choice, tokens = self._marks.popleft()
             choice.delivered += tokens
 
+    def delivered(self, choice: ChoiceRun) -> int:
+        """Tokens of a running choice that the transport has taken, as of now."""
+        self._settle_marks()
+        return choice.delivered + choice.row_delivered
+
     def comment(self) -> None:
         """An SSE comment: proxies and clients that time out on silence see life; nobody counts it."""
         if self.kind == "sse" and self.reply.buffered == 0:
@@ -284,12 +269,12 @@ class Exchange:
     def _answer(self, reason: str) -> None:
         self.end = reason
         if self.request.stream:
-            self.reply.end()
+            self.reply.end(self._trailers())
         else:
             body = self.renderer.whole([self._whole(c) for c in self.choices], self.usage())
             self.status = 200
             self._queued += len(body)
-            self.reply.whole(200, ((b"content-type", self.renderer.whole_type), *self._headers), body)
+            self.reply.whole(200, ((b"content-type", self.renderer.whole_type), *self.headers), body)
             for choice in self.choices:
                 self._mark(choice, choice.emitted)
         self.move(Input.ANSWER)
@@ -314,7 +299,7 @@ class Exchange:
             for choice in self.choices:
                 choice.held.clear()
             self._send(self.renderer.error(error) + self.renderer.done())
-            self.reply.end()
+            self.reply.end(self._trailers())
         else:
             self.reply.abort()  # text and tokens cannot say "error": the stream must not look complete
         self.move(Input.ANSWER)
@@ -331,6 +316,19 @@ class Exchange:
         if self.state not in (State.ANSWERED, State.CANCELLED) or not all(c.released for c in self.choices):
             return False
         return self.state is State.CANCELLED or self.reply.buffered == 0
+
+    @property
+    def ending(self) -> str:
+        """Why it ended, as accounts say it: "budget" where the key's budget made the length."""
+        return "budget" if self.end == "length" and self.account.capped else self.end
+
+    def _trailers(self) -> HeaderList:
+        """Usage as it is once the client has read to its end; for a client that takes trailers (RFC 9110 6.5.1)."""
+        if self.reply.version != "2" or self.head.get(b"te") is None:
+            return ()
+        usage = self.usage()
+        given = min(usage.emitted, sum(c.marked + c.row_delivered for c in self.choices))
+        return trailers(self.renderer.id, msgspec.structs.replace(usage, delivered=given), self.ending)
 
     def _continuous(self) -> Usage | None:
         return self.usage() if self.request.continuous_usage else None

@@ -162,7 +162,7 @@ class Server:
 
     def _settled(self, exchange: Exchange) -> None:
         now = time.monotonic_ns()
-        usage = exchange.usage()
+        usage = exchange.account.usage
         first_s = (exchange.first_ns - exchange.opened_ns) / 1e9 if exchange.first_ns else None
         whole_s = (now - exchange.opened_ns) / 1e9
         self.metrics.settled(status=exchange.status, end=exchange.end, usage=usage, first_s=first_s, whole_s=whole_s)

@@ -16,6 +16,7 @@ from evap.choice import ChoiceRun
 from evap.engine.interface import Text
 from evap.exchange import Exchange, Input, State
 from evap.messages import FINISH_MASK, HAS_LOGPROBS, META, NO_TOKEN, SILENT, Finish, TokenBatch, TokenLogprobs
+from evap.metering.opened import OpenTable
 from evap.protocol.rows import RowTable
 from evap.slots import SlotTable
 
@@ -39,6 +40,7 @@ class Steps:
         flush: Callable[[], None],
         now_ns: Callable[[], int],
         settled: Callable[[Exchange], None],
+        table: OpenTable | None = None,
     ) -> None:
         self.slots: SlotTable[ChoiceRun] = SlotTable(rows.max_slots)
         self.rows = rows
@@ -48,7 +50,11 @@ class Steps:
         self._settled = settled
         self._text = text
         #: int32: tokens the engine has computed, by slot
-        self._computed = np.zeros(rows.max_slots, np.int32)
+        self._computed = table.computed if table is not None else np.zeros(rows.max_slots, np.int32)
+        #: batches so far: an engine with work for which this stands still hangs
+        self.batches = 0
+        self._table = table
+        self._slowed: list[ChoiceRun] = []
         #: which slots take token ids instead of text
         self._raw: BoolArray = np.zeros(rows.max_slots, np.bool_)
         self._raw_count = 0
@@ -127,6 +133,10 @@ class Steps:
         self.slots.give_back(choice.slot)
         self._to_rows.pop(choice, None)
         exchange = choice.exchange
+        if self._table is not None and exchange.account.entry >= 0:
+            emitted = choice.emitted if choice.ended else choice.computed
+            out = min(emitted, choice.delivered + choice.row_delivered)
+            self._table.released(exchange.account.entry, choice.slot, choice.computed, emitted, out)
         if exchange.state is not State.RUNNING:
             self._ended[exchange] = None
 
@@ -134,6 +144,7 @@ class Steps:
 
     def on_batch(self, batch: TokenBatch) -> None:
         """Records of one engine step, or several."""
+        self.batches += 1
         if self._to_rows:
             self._join_rows()
         fresh = self.slots.generation[batch.slot] == batch.generation
@@ -146,8 +157,19 @@ class Steps:
             self._computed[batch.slot] = batch.index + 1
             self._plain(batch.slot, batch.token)
         self._flush()
+        if self._slowed:
+            self._note_lag()
         if self._ended:
             self.settle_ended()
+
+    def _note_lag(self) -> None:
+        """Where tokens took the slow path, some may not be delivered yet: a successor of a killed process must know."""
+        assert self._table is not None
+        for choice in self._slowed:
+            if not choice.released:
+                out = choice.exchange.delivered(choice)
+                self._table.lag[choice.slot] = choice.computed - out
+        self._slowed.clear()
 
     def _join_rows(self) -> None:
         for choice in list(self._to_rows):
@@ -158,6 +180,8 @@ class Steps:
                 del self._to_rows[choice]  # its next slow token brings it back
             elif choice.slot in self.rows or (choice.row is not None and self._join(choice, choice.row)):
                 del self._to_rows[choice]
+                if self._table is not None:
+                    self._table.lag[choice.slot] = 0  # a stream that may be on rows has nothing left to send
 
     def _join(self, choice: ChoiceRun, row: tuple[bytes, bytes]) -> bool:
         width = 4 if self._raw[choice.slot] else self.width
@@ -172,6 +196,7 @@ class Steps:
                 choice = self.slots.owner[slot]
                 if choice is not None and not choice.exchange.first_ns:
                     choice.exchange.first_ns = now
+                    choice.exchange.account.first_step = batch.step
 
     def _plain(self, slots: Any, tokens: Any) -> None:
         """Records that are a token and nothing else."""
@@ -205,6 +230,8 @@ class Steps:
             self._sync(choice)
             entries = [logprobs[i] for i in numbers] if logprobs is not None else None
             choice.exchange.take(choice, [tokens[i] for i in numbers], entries)
+            if self._table is not None and choice.exchange.request.stream:
+                self._slowed.append(choice)
             if choice.ended:
                 self._after_end(choice)
             elif choice.row is not None:
@@ -216,6 +243,8 @@ class Steps:
             choice = self.slots.owner[int(batch.slot[i])]
             if choice is not None:
                 choice.exchange.cached = max(choice.exchange.cached, int(batch.token[i]))
+                if self._table is not None:
+                    self._table.cached[choice.slot] = choice.exchange.cached
         counted = (flags & NO_TOKEN) == 0
         if counted.any():
             tokens = _select(batch, counted)
@@ -230,9 +259,9 @@ class Steps:
             self._slow(batch.slot[special].tolist(), batch.token[special].tolist(), entries)
         for i in np.flatnonzero(flags & FINISH_MASK).tolist():
             last = None if flags[i] & NO_TOKEN else int(batch.token[i])
-            self._final(int(batch.slot[i]), Finish(int(flags[i] & FINISH_MASK)), last)
+            self._final(int(batch.slot[i]), Finish(int(flags[i] & FINISH_MASK)), last, batch.step)
 
-    def _final(self, slot: int, finish: Finish, last_token: int | None) -> None:
+    def _final(self, slot: int, finish: Finish, last_token: int | None, step: int) -> None:
         choice = self.slots.owner[slot]
         if choice is None:
             return
@@ -240,6 +269,10 @@ class Steps:
         self.rows.leave(slot)
         exchange = choice.exchange
         running = exchange.state is State.RUNNING
+        account = exchange.account
+        account.last_ns = self._now_ns()
+        if exchange.first_ns:
+            account.steps = step - account.first_step + 1
         exchange.finish(choice, finish, last_token)
         self._release(choice)
         if running and exchange.state is not State.RUNNING:

@@ -20,6 +20,8 @@ from typing import Final
 import msgspec
 
 from evap.errors import Limit, QuotaExceeded, RateLimited, StartupError
+from evap.messages import Usage
+from evap.metering.record import Record
 
 MINUTE_NS: Final = 60_000_000_000
 
@@ -43,7 +45,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bucket:
-    """`limit` units a minute, all of which may be taken at once; may go into debt. Exact: level in units * MINUTE_NS."""
+    """`limit` units a minute, all of which may be taken at once; may go into debt. Exact: integers only."""
 
     __slots__ = ("_level", "_then_ns", "limit")
 
@@ -110,7 +112,7 @@ class Account:
         self.key = key
 
     def budgets(self, wall_s: int) -> list[tuple[str, Budget]]:
-        """Those that the key has, as of now. What was used counts also where there is no limit: one may be given later."""
+        """Those that the key has, as of now. Use is counted without a limit too: one may be given later."""
         day, month = periods(wall_s)
         self.day.roll(day)
         self.month.roll(month)
@@ -120,7 +122,10 @@ class Account:
 class Ticket:
     """What one exchange holds of its account, from admission to settling. key_id "" and account None: no keys."""
 
-    __slots__ = ("account", "budget", "capped", "day", "entry", "key_id", "lookup", "month", "operation", "rate")
+    __slots__ = (
+        "account", "budget", "capped", "day", "entry", "first_step", "key_id", "last_ns", "lookup", "month",
+        "operation", "rate", "record", "steps", "usage",
+    )  # fmt: skip
 
     def __init__(self, account: Account | None = None, operation: str = "") -> None:
         self.account = account
@@ -132,6 +137,10 @@ class Ticket:
         self.day = self.month = 0
         self.capped = False  #: the engine was given fewer tokens than the request asked for: the budget's rest
         self.entry = -1  #: of the table of open exchanges
+        self.first_step = self.steps = 0  #: the engine's step of the first token; steps from there to the end
+        self.last_ns = 0  #: when the engine's last record came
+        self.usage = Usage()  #: the final counts, once settled
+        self.record: Record | None = None  #: what the ledger is given, once settled
 
     @property
     def priority(self) -> int:

@@ -45,10 +45,11 @@ MIGRATIONS: Final = (
         PRIMARY KEY (day, model, key)) STRICT, WITHOUT ROWID;
     CREATE TRIGGER exchanges_days AFTER INSERT ON exchanges BEGIN
         INSERT INTO days VALUES (NEW.opened_us / {DAY_US}, NEW.model, NEW.key, 1, NEW.prompt, NEW.cached, NEW.computed,
-            NEW.emitted, NEW.delivered, NEW.billable, iif(NEW.computed, NEW.prompt, 0), iif(NEW.computed, NEW.cached, 0))
+            NEW.emitted, NEW.delivered, NEW.billable, iif(NEW.computed, NEW.prompt, 0),
+            iif(NEW.computed, NEW.cached, 0))
         ON CONFLICT DO UPDATE SET {_ADDED};
     END;
-    """,
+    """,  # noqa: S608 - names of ours
 )
 
 _FIELDS: Final = ", ".join(f"value ->> {i}" for i in range(len(COLUMNS)))
@@ -115,7 +116,7 @@ def insert(db: sqlite3.Connection, rows: Sequence[bytes]) -> None:
 
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that reads what is committed, beside the writer or without it. Raises StartupError without a ledger."""
+    """A connection that reads what is committed, beside a writer or without one. StartupError: there is no ledger."""
     path = folder / FILE
     if not path.is_file():
         raise StartupError(f"there is no ledger in {folder}", remedy="--data-dir names the server's data directory")
@@ -142,6 +143,12 @@ def find_operation(db: sqlite3.Connection, key: str, operation: str) -> str | No
     sql = "SELECT id FROM exchanges WHERE key = ? AND operation = ? AND operation <> '' LIMIT 1"
     row = db.execute(sql, (key, operation)).fetchone()
     return str(row[0]) if row else None
+
+
+def last_operations(db: sqlite3.Connection, most: int) -> list[tuple[str, str, str]]:
+    """(key, operation, id), oldest first."""
+    sql = "SELECT key, operation, id FROM exchanges WHERE operation <> '' ORDER BY seq DESC LIMIT ?"
+    return list(reversed(db.execute(sql, (most,)).fetchall()))
 
 
 def charged_since(db: sqlite3.Connection, first_day: int) -> dict[str, int]:

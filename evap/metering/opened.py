@@ -1,16 +1,16 @@
 """Open exchanges in a mapped file: after kill -9 the next start settles each of them with its true counts.
 
-Per token nothing is written here that would not be written anyway: `computed`, `lag` and `cached` are arrays by slot, and
-the loop's own count of computed tokens *is* the first of them. An exchange that is on rows has delivered all that was
-computed; where that is not so (text held back, a slow reader) `lag` says by how much. Per exchange a few numbers are
-packed: at its start, at the end of each of its slots, at its end.
+Per token nothing is written here that would not be written anyway: `computed`, `lag` and `cached` are arrays by slot,
+and the loop's own count of computed tokens *is* the first of them. An exchange that is on rows has delivered all that
+was computed; where that is not so (text held back, a slow reader) `lag` says by how much. Per exchange a few numbers
+are packed: at its start, at the end of each of its slots, at its end.
 
     byte 0      magic, slots, entries (u64 each)
     byte 64     owner, computed, lag, cached: int32 by slot; owner is the entry of the slot's exchange, or -1
     then        entries, ENTRY_BYTES each: u32 phase, i32 the slot whose counts `base` has taken over last, u32 base
                 computed, emitted, delivered, cached, u32 flags, u16 length of the note, the note
 
-The counters page (`page.py`) is for readers in other processes, who need its tags; this file is read when nobody writes.
+The counters page (`page.py`) is for readers in other processes, who need its tags; this is read when nobody writes.
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ class OpenTable:
         self._bases: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)] * entries
         self._free = list(range(entries))
         _HEADER.pack_into(self._memory, 0, MAGIC, slots, entries)
+
+    @property
+    def full(self) -> bool:
+        return not self._free
 
     def open(self, note: bytes, slots: Sequence[int], *, whole: bool) -> int:
         """Enter an exchange that takes these slots; its entry. -1 when the table is full or the note too long."""

@@ -1,10 +1,10 @@
 """Makes records durable, off the loop: one thread, one commit for whatever is waiting, and a spool for bad days.
 
-The loop calls `put`: the record goes into the journal (a mapped ring, safe against kill -9) and into a queue. The thread
-commits everything queued as one transaction. While the ledger cannot be written (disk full, file locked) records stay in
-the journal; when that is half full they go to the spool file, and from there into the ledger when it is back. When the
-spool cannot be written either and the journal is full, `accepting` is False: nothing new may be started that could not
-be recorded. Nothing here ever delays a stream.
+The loop calls `put`: the record goes into the journal (a mapped ring, safe against kill -9) and into a queue. The
+thread commits everything queued as one transaction. While the ledger cannot be written (disk full, file locked) records
+stay in the journal; when that is half full they go to the spool file, and from there into the ledger when it is back.
+When the spool cannot be written either and the journal is full, `accepting` is False: nothing new may be started that
+could not be recorded. Nothing here ever delays a stream.
 """
 
 from __future__ import annotations

@@ -1,0 +1,287 @@
+"""Who may ask for what, and what each exchange used: joins exchanges with keys, budgets, the ledger and its files.
+
+Called from the loop's thread, once or twice for each exchange and never for a token; what may block (`open`, `close`,
+`look_up`, and the queries of `usage.py`) is called from other threads. One account, one record: the answer's usage, the
+trailers, `/metrics`, the limits and the ledger all come from the `Usage` that an exchange is settled with.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from evap.config import MeterConfig
+from evap.errors import EvapError, Overloaded, PermissionDenied, StartupError, Unauthenticated
+from evap.exchange import Exchange
+from evap.messages import SamplingParams, Usage
+from evap.metering import accounts, journal, keys, ledger, opened, operations, prices, recorder
+from evap.metering.accounts import Account, Ticket
+from evap.metering.record import (
+    INTERRUPTED,
+    Record,
+    billable,
+    charged,
+    encode,
+    end_of,
+    used_up,
+)
+from evap.protocol.events import RequestHead
+from evap.protocol.headers import limit_headers
+
+logger = logging.getLogger("evap.accounting")
+RECENT: Final = 10_000
+_note: Final = msgspec.msgpack.Encoder().encode
+_read_note: Final = msgspec.msgpack.Decoder(tuple[str, str, str, str, int, int, int]).decode
+MAX_MODEL_BYTES: Final = 256
+
+
+class Accounting:
+    """All accounts of a process. `open` before the first request, `close` after the last."""
+
+    def __init__(
+        self, config: MeterConfig, *, model: str, slots: int, now_ns: Callable[[], int], wall_ns: Callable[[], int]
+    ) -> None:
+        self._config = config
+        self._model = model if len(model.encode()) <= MAX_MODEL_BYTES else model[: MAX_MODEL_BYTES // 4]
+        self._slots = slots
+        self._now_ns, self._wall_ns = now_ns, wall_ns
+        self._operations = operations.Operations()
+        self._keys: keys.KeyRing | None = None
+        self._accounts: dict[str, Account] = {}
+        self._lock: int | None = None
+        self.folder = Path(config.data_dir) if config.data_dir else None
+        self.prices: prices.Prices | None = None
+        self.recorder: recorder.Recorder | None = None
+        self.table: opened.OpenTable | None = None
+        self.running: dict[str, Exchange] = {}
+        self.recent: dict[str, Record] = {}  #: the last ones, whether they are in the ledger yet or not
+
+    # Start and end
+
+    def open(self) -> None:
+        """Read keys and prices, open the ledger, settle what a killed process left. Raises StartupError."""
+        config = self._config
+        accounts.self_test()
+        if config.api_keys:
+            self._take_keys(keys.read(Path(config.api_keys)))
+        if config.prices:
+            self.prices = prices.read(Path(config.prices))
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._take_lock(self.folder)
+            self._open_files(self.folder)
+        except OSError as error:
+            raise StartupError(
+                f"--data-dir {self.folder} cannot be used: {error.strerror}", remedy="a directory of ours, with space"
+            ) from error
+
+    def _take_lock(self, folder: Path) -> None:
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartupError(
+                f"another server uses --data-dir {folder}", remedy="a directory for each server"
+            ) from None
+
+    def _open_files(self, folder: Path) -> None:
+        db = ledger.open_ledger(folder)
+        left, spool = folder / "journal", folder / recorder.SPOOL
+        table = folder / "open"
+        rows = journal.recover(left) + recorder.read_spool(spool)
+        survivors = opened.recover(table)
+        rows += [encode(self._interrupted(s)) for s in survivors]
+        for start in range(0, len(rows), recorder.MAX_GROUP):
+            ledger.insert(db, rows[start : start + recorder.MAX_GROUP])
+        spool.unlink(missing_ok=True)
+        if survivors:
+            logger.warning("%d exchanges were open when the last server was killed: settled now", len(survivors))
+        for used in ledger.last_operations(db, operations.REMEMBERED + 1):
+            self._operations.remember(*used)
+        wall_s = self._wall_ns() // 1_000_000_000
+        today, month = wall_s // 86_400, accounts.month_start(wall_s)
+        accounts.load_used(self._accounts, ledger.charged_since(db, today), ledger.charged_since(db, month))
+        ring = journal.Journal(left, self._config.journal_mb << 20)
+        self.table = opened.OpenTable(table, self._slots, 2 * self._slots)
+        self.recorder = recorder.Recorder(db, ring, spool, on_state=_say_state)
+        self.recorder.start()
+
+    def _interrupted(self, survivor: opened.Survivor) -> Record:
+        id, key, operation, model, opened_us, prompt, choices = _read_note(survivor.note)
+        usage = Usage(
+            prompt=prompt, cached=survivor.cached, computed=survivor.computed, emitted=survivor.emitted,
+            delivered=survivor.delivered,
+        )  # fmt: skip
+        kept = used_up(operation, end=INTERRUPTED, delivered=usage.delivered, submitted=True)
+        return Record(
+            id, key, kept, model, opened_us, 0, 0, self._wall_ns() // 1000, usage.prompt, usage.cached, usage.computed,
+            usage.emitted, usage.delivered, billable(self._config.billable, usage, INTERRUPTED), 0, choices, 0,
+            INTERRUPTED,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Write what is settled. Blocks for as long as that takes, at most some seconds."""
+        if self.recorder is not None and not self.recorder.close():
+            logger.warning("the ledger did not take %d records; the next start does", self.recorder.pending)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # Keys
+
+    def reload(self) -> None:
+        """Read the key file again. What is wrong with it is logged, and the keys stay as they were."""
+        if not self._config.api_keys:
+            return
+        try:
+            self._take_keys(keys.read(Path(self._config.api_keys)))
+        except StartupError as error:
+            logger.error("the keys stay as they are: %s", error.message)
+        else:
+            logger.info("%d keys read from %s", len(self._accounts), self._config.api_keys)
+
+    def _take_keys(self, ring: keys.KeyRing) -> None:
+        now_ns, wall_s = self._now_ns(), self._wall_ns() // 1_000_000_000
+        for id, key in ring.keys.items():
+            if id in self._accounts:
+                self._accounts[id].change(key, now_ns)
+            else:
+                self._accounts[id] = Account(key, now_ns=now_ns, wall_s=wall_s)
+        self._keys = ring  # accounts of keys that are gone stay: their exchanges may run, and they may come back
+
+    def authenticate(self, head: RequestHead) -> Account | None:
+        """Whose request it is; None when there are no keys. Raises Unauthenticated."""
+        if self._keys is None:
+            return None
+        scheme, _, secret = (head.get(b"authorization") or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not secret:
+            raise Unauthenticated("an API key is needed: send Authorization: Bearer KEY", code="missing_api_key")
+        key = self._keys.check(secret.strip(b" "))
+        if key is None:
+            raise Unauthenticated("this API key is not known here")
+        return self._accounts[key.id]
+
+    # One exchange, in order
+
+    def admit(self, account: Account | None, head: RequestHead, id: str) -> Ticket:
+        """Its rate, its stream, its operation. Raises EvapError, and nothing is held then."""
+        if self.recorder is not None and not self.recorder.accepting:
+            raise Overloaded("usage cannot be recorded at the moment", code="ledger_unavailable", retry_after_s=5)
+        header = head.get(b"idempotency-key")
+        ticket = Ticket(account, operations.read(header) if header is not None else "")
+        if account is not None and not account.key.may_use(self._model):
+            raise PermissionDenied(f"key '{account.key.id}' may not use this model", param="model", code="model_denied")
+        if ticket.operation:
+            self._operations.begin(ticket.key_id, ticket.operation, id)
+            ticket.lookup = self._operations.forgot
+        if account is not None:
+            try:
+                accounts.admit(account, self._now_ns(), self._wall_ns() // 1_000_000_000)
+            except EvapError:
+                if ticket.operation:
+                    self._operations.end(ticket.key_id, ticket.operation, id, used_up=False)
+                raise
+        return ticket
+
+    def look_up(self, ticket: Ticket) -> None:
+        """Ask the ledger about an operation that may be older than what is remembered. Raises Conflict. May block."""
+        if ticket.lookup and self.folder is not None:
+            with ledger.reading(self.folder) as db:
+                used = ledger.find_operation(db, ticket.key_id, ticket.operation)
+            if used is not None:
+                raise operations.conflict(used, running=False)
+
+    def reserve(self, exchange: Exchange, sampling: SamplingParams, prompt: int) -> SamplingParams:
+        """`sampling` with what the budgets leave. Raises RateLimited, QuotaExceeded, or Overloaded."""
+        ticket = exchange.account
+        if self.table is not None and self.table.full:
+            raise Overloaded("too many answers wait for their readers; try again later", retry_after_s=1)
+        if ticket.account is None:
+            return sampling
+        request = exchange.request
+        most = accounts.reserve(
+            ticket, prompt=prompt, n=request.n, asked=request.max_tokens, room=sampling.max_tokens,
+            now_ns=self._now_ns(), wall_s=self._wall_ns() // 1_000_000_000,
+        )  # fmt: skip
+        exchange.headers = (*exchange.headers, *limit_headers(accounts.limits(ticket.account, self._now_ns())))
+        if not ticket.capped:
+            return sampling
+        return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+
+    def opened(self, exchange: Exchange) -> None:
+        """It has its slots, and the engine will hear of it next."""
+        if self.table is None:
+            return
+        ticket, wall_us = exchange.account, (self._wall_ns() - self._now_ns() + exchange.opened_ns) // 1000
+        note = _note((
+            exchange.renderer.id, ticket.key_id, ticket.operation, self._model, wall_us, len(exchange.prompt_ids),
+            exchange.request.n,
+        ))  # fmt: skip
+        slots = [choice.slot for choice in exchange.choices]
+        ticket.entry = self.table.open(note, slots, whole=not exchange.request.stream)
+
+    def settled(self, exchange: Exchange, usage: Usage, now_ns: int) -> Record:
+        """It is over: the one record of it. Once per exchange."""
+        ticket = exchange.account
+        end = end_of(exchange.ending)
+        bill = billable(self._config.billable, usage, end)
+        submitted = bool(exchange.choices)
+        id, wall = exchange.renderer.id, self._wall_ns() - now_ns
+        operation = ticket.operation
+        if operation:
+            kept = used_up(operation, end=end, delivered=usage.delivered, submitted=submitted)
+            self._operations.end(ticket.key_id, operation, id, used_up=bool(kept))
+            operation = kept
+        accounts.settle(ticket, charged(usage, bill))
+        record = Record(
+            id, ticket.key_id, operation, self._model, (exchange.opened_ns + wall) // 1000,
+            (exchange.first_ns + wall) // 1000 if exchange.first_ns else 0,
+            (ticket.last_ns + wall) // 1000 if exchange.first_ns and ticket.last_ns else 0, (now_ns + wall) // 1000,
+            usage.prompt, usage.cached, usage.computed, usage.emitted, usage.delivered, bill, ticket.steps,
+            exchange.request.n, exchange.status, end,
+        )  # fmt: skip
+        ticket.usage, ticket.record = usage, record
+        self._keep(record)
+        if ticket.entry >= 0 and self.table is not None:
+            self.table.close(ticket.entry)
+        self.running.pop(id, None)
+        return record
+
+    def _keep(self, record: Record) -> None:
+        if self.recorder is not None:
+            self.recorder.put(encode(record))
+        recent = self.recent
+        recent[record.id] = record
+        if len(recent) > RECENT:
+            del recent[next(iter(recent))]
+
+    def tick(self, open_exchanges: Sequence[Exchange]) -> None:
+        """About once a second: what answers without slots have delivered by now, to slow readers."""
+        if self.table is not None:
+            for exchange in open_exchanges:
+                if exchange.account.entry >= 0 and all(c.released for c in exchange.choices):
+                    self.table.delivered(exchange.account.entry, exchange.usage().delivered)
+
+    # What others may know
+
+    @property
+    def trouble(self) -> str:
+        """Empty, or what is wrong with the ledger, for /ready."""
+        if self.recorder is None or self.recorder.state is recorder.State.OK:
+            return ""
+        return f"ledger {self.recorder.state.value}: {self.recorder.detail}"
+
+
+def _say_state(state: recorder.State, detail: str) -> None:
+    if state is recorder.State.OK:
+        logger.info("the ledger is written again")
+    else:
+        logger.error("the ledger cannot be written (%s): %s", state.value, detail)
