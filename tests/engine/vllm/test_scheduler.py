@@ -7,7 +7,7 @@ account: `mismatches` stays 0 and nothing stays unsettled.
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from evap.messages import Finish
+from evap.metering.page import PageReader, format_page, map_page_file, open_page_file
 from tests.engine.vllm.live import NEEDS_VLLM, Live, Result, ask, engine
 
 pytestmark = NEEDS_VLLM
@@ -44,12 +45,14 @@ def hard(tiny: Path) -> Iterator[Live]:
 
 
 def reconciled(live: Live) -> None:
-    """Accounts come with messages that may be behind the ring: one more request flushes them."""
-    live.generate(ask(n=2))
-    with contextlib.suppress(AssertionError):
-        live.wait([], lambda _: True)
+    """Accounts come by message, behind the ring: a call through the same queue comes after them."""
+    live.await_(_paused(live))
     assert live.replica.mismatches == 0
-    assert live.replica._runs.unsettled <= 1  # the flushing one's own
+    assert live.replica._runs.unsettled == 0
+
+
+async def _paused(live: Live) -> object:
+    return await live.replica._seam.call("is_scheduler_paused")
 
 
 def same(found: list[Result], wanted: list[Result]) -> None:
@@ -142,3 +145,64 @@ def test_cancels_while_preempting_and_speculating(hard: Live) -> None:
         hard.cancel(key)
     assert {r.finish for r in hard.results(keys)} == {Finish.CANCELLED}
     reconciled(hard)
+
+
+@pytest.fixture(scope="module")
+def ahead(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, PageReader]]:
+    """An engine that schedules a step ahead. vLLM does not do so on a CPU by itself, but it can."""
+    from evap.engine.vllm import options
+
+    path = tmp_path_factory.mktemp("page") / "page"
+    format_page(open_page_file(path, 256), 256, epoch_device_ns=time.monotonic_ns(), epoch_unix_ns=time.time_ns())
+    choose = options.choose_scheduler
+
+    def choose_ahead(scheduler_config: Any) -> None:
+        scheduler_config.async_scheduling = True
+        choose(scheduler_config)
+        assert scheduler_config.scheduler_cls.endswith("AsyncRingScheduler")
+
+    def before(replica: Any) -> None:
+        small(replica)
+        replica.meter_page = path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "choose_scheduler", choose_ahead)
+        with engine(tiny, before, token_path="scheduler", vllm_arg=(CHUNKS, "max_num_seqs=64")) as live:
+            reader = PageReader(map_page_file(path)[0])
+            yield live, reader
+            reader.close()
+
+
+def test_an_engine_that_runs_ahead_gives_the_same(ahead: tuple[Live, PageReader], core: Live) -> None:
+    live, _ = ahead
+    requests = [ask([n + 2, 9, 11], n=3 + n) for n in range(40)]
+    same(live.generate(*requests), core.generate(*requests))
+    plain = core.generate(ask(range(2, 20), n=12))[0].tokens
+    stop = next(t for t in plain if t != plain[0])
+    keys = live.submit([ask(range(2, 20), n=12, stop_token_ids=(stop,))])
+    found = live.results(keys)
+    assert found[0].tokens == plain[: plain.index(stop) + 1]
+    reconciled(live)
+
+
+def test_running_ahead_of_a_stop_is_counted_as_computed(ahead: tuple[Live, PageReader]) -> None:
+    live, reader = ahead
+    plain = live.generate(ask(range(2, 20), n=12))[0].tokens
+    stop = next(t for t in plain if t != plain[0])
+    companion = live.submit([ask(n=200)])  # keeps the engine stepping
+    keys = live.submit([ask(range(2, 20), n=12, stop_token_ids=(stop,))], first_slot=9)
+    (result,) = live.results(keys)
+    live.results(companion)
+    row = reader.row(9)
+    assert row is not None
+    assert row.computed == len(result.tokens) + 1
+
+
+def test_cancels_while_running_ahead(ahead: tuple[Live, PageReader]) -> None:
+    live, _ = ahead
+    keys = live.submit([ask([n + 2], n=1500) for n in range(20)])
+    live.wait(keys, lambda r: len(r.tokens) > 3)
+    for key in keys:
+        live.cancel(key)
+    assert {r.finish for r in live.results(keys)} == {Finish.CANCELLED}
+    reconciled(live)
