@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,7 +87,7 @@ class HfText:
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt with the tokenizer's BOS or EOS, if it adds any; a BOS that the text begins with is not
         doubled. Raises InvalidRequest (lone surrogates), ContextOverflow."""
-        self._refuse_overlong(text, "prompt")
+        self._refuse_overlong([text], "prompt")
         if self._around is None:
             return list(self._tokenizer.encode_batch_fast([text])[0].ids)
         before, after = self._around
@@ -98,18 +98,28 @@ class HfText:
 
     def chat_ids(self, messages: Sequence[object], template_args: dict[str, object]) -> list[int]:
         """Ids of the rendered conversation; the template writes BOS itself. Raises InvalidRequest, ContextOverflow."""
+        # before rendering too: a template copies its text several times without letting other threads run
+        self._refuse_overlong(messages, "messages")
         text = self._template.render(messages, template_args)
-        self._refuse_overlong(text, "messages")
+        self._refuse_overlong([text], "messages")
         return self.token_cache.ids(text, self.limit_tokens)
 
-    def _refuse_overlong(self, text: str, param: str) -> None:
-        """A text has at least length / longest token tokens, where tokens are the text's own bytes."""
-        least = len(text) // self._longest_token
-        if self.limit_tokens and least > self.limit_tokens and (self._bytes_kept or text.isascii()):
+    def _refuse_overlong(self, texts: Sequence[object], param: str) -> None:
+        """A text has at least length / longest token tokens, where tokens are the text's own bytes. A message counts
+        with its content; a template that leaves most of such a content out is not waited for."""
+        if not self.limit_tokens:
+            return
+        least = sum(map(self._surely, texts)) // self._longest_token
+        if least > self.limit_tokens:
             raise ContextOverflow(
                 f"the prompt has more than {least} tokens; the model's context has room for {self.limit_tokens}",
                 param=param,
             )
+
+    def _surely(self, text: object) -> int:
+        """Characters that each come out of some token."""
+        content = text.get("content") if isinstance(text, Mapping) else text
+        return len(content) if isinstance(content, str) and (self._bytes_kept or content.isascii()) else 0
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)

@@ -97,9 +97,9 @@ def test_a_prompt_beyond_the_context(tmp_path: Path, method: str) -> None:
     assert ids("the dog")
     with pytest.raises(ContextOverflow, match="room for 100"):
         ids("the dog and " * 50)
-    text._tokenizer = None  # type: ignore[assignment]
+    text._tokenizer = text._template = None  # type: ignore[assignment]
     text.token_cache = None  # type: ignore[assignment]
-    with pytest.raises(ContextOverflow, match="more than"):  # without being tokenized
+    with pytest.raises(ContextOverflow, match="more than"):  # without being rendered or tokenized
         ids("the dog and " * 5000)
 
 
