@@ -48,7 +48,7 @@ class Accounting:
         self, config: MeterConfig, *, model: str, slots: int, now_ns: Callable[[], int], wall_ns: Callable[[], int]
     ) -> None:
         self._config = config
-        self._model = model if len(model.encode()) <= MAX_MODEL_BYTES else model[: MAX_MODEL_BYTES // 4]
+        self.model = model if len(model.encode()) <= MAX_MODEL_BYTES else model[: MAX_MODEL_BYTES // 4]
         self._slots = slots
         self._now_ns, self._wall_ns = now_ns, wall_ns
         self._operations = operations.Operations()
@@ -177,7 +177,7 @@ class Accounting:
             raise Overloaded("usage cannot be recorded at the moment", code="ledger_unavailable", retry_after_s=5)
         header = head.get(b"idempotency-key")
         ticket = Ticket(account, operations.read(header) if header is not None else "")
-        if account is not None and not account.key.may_use(self._model):
+        if account is not None and not account.key.may_use(self.model):
             raise PermissionDenied(f"key '{account.key.id}' may not use this model", param="model", code="model_denied")
         if ticket.operation:
             self._operations.begin(ticket.key_id, ticket.operation, id)
@@ -222,7 +222,7 @@ class Accounting:
             return
         ticket, wall_us = exchange.account, (self._wall_ns() - self._now_ns() + exchange.opened_ns) // 1000
         note = _note((
-            exchange.renderer.id, ticket.key_id, ticket.operation, self._model, wall_us, len(exchange.prompt_ids),
+            exchange.renderer.id, ticket.key_id, ticket.operation, self.model, wall_us, len(exchange.prompt_ids),
             exchange.request.n,
         ))  # fmt: skip
         slots = [choice.slot for choice in exchange.choices]
@@ -242,7 +242,7 @@ class Accounting:
             operation = kept
         accounts.settle(ticket, charged(usage, bill))
         record = Record(
-            id, ticket.key_id, operation, self._model, (exchange.opened_ns + wall) // 1000,
+            id, ticket.key_id, operation, self.model, (exchange.opened_ns + wall) // 1000,
             (exchange.first_ns + wall) // 1000 if exchange.first_ns else 0,
             (ticket.last_ns + wall) // 1000 if exchange.first_ns and ticket.last_ns else 0, (now_ns + wall) // 1000,
             usage.prompt, usage.cached, usage.computed, usage.emitted, usage.delivered, bill, ticket.steps,
@@ -271,6 +271,23 @@ class Accounting:
                     self.table.delivered(exchange.account.entry, exchange.usage().delivered)
 
     # What others may know
+
+    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
+        """For /metrics: name -> (help, value)."""
+        recorder = self.recorder
+        if recorder is None:
+            return {}
+        return {
+            "ledger_pending": ("Records that are not in the ledger yet", lambda: float(recorder.pending)),
+            "ledger_spool_bytes": ("Bytes of records in the spool file", lambda: float(recorder.spooled)),
+            "ledger_ok": ("1 while the ledger can be written", lambda: float(not self.trouble)),
+        }
+
+    def counters(self) -> dict[str, tuple[str, Callable[[], float]]]:
+        recorder = self.recorder
+        if recorder is None:
+            return {}
+        return {"ledger_records": ("Records committed to the ledger", lambda: float(recorder.durable))}
 
     @property
     def trouble(self) -> str:

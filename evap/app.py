@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from evap import __version__
 from evap.config import Config
@@ -19,9 +19,19 @@ from evap.protocol.api import health, models
 from evap.protocol.api.router import Match, dialects, route
 from evap.protocol.events import Event, PeerGone, Reply, RequestHead, RequestReady, StreamCancelled, WindowOpened
 from evap.protocol.headers import JSON, error_body, error_headers, wire_code
+from evap.usage import Background, UsagePages
 
 logger = logging.getLogger("evap.app")
 _JSON_HEADERS: Final = ((b"content-type", JSON),)
+
+
+def run_now(work: Callable[[], Any], back: Callable[[Any], None]) -> None:
+    """For tests without a loop: what a thread would do, at once."""
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001 - judged by whoever gets it
+        result = error
+    back(result)
 
 
 def send_error(reply: Reply, error: EvapError) -> int:
@@ -34,12 +44,26 @@ def send_error(reply: Reply, error: EvapError) -> int:
 class App:
     """One per process: events in, replies out."""
 
-    def __init__(self, config: Config, dispatch: Dispatch, metrics: Metrics, *, created_s: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        dispatch: Dispatch,
+        metrics: Metrics,
+        *,
+        created_s: int,
+        background: Background | None = None,
+        hung: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._config = config
         self._dispatch = dispatch
         self._metrics = metrics
         self._created_s = created_s
         self._dialects = dialects(structured_output=config.engine.engine == "vllm")
+        self._hung = hung
+        self._usage = UsagePages(
+            dispatch.accounting, counts=dispatch.steps.counts, background=background or run_now, send_error=send_error,
+            policy=config.meter.billable,
+        )  # fmt: skip
         #: last line that the replica said of itself, for /ready
         self.detail = ""
         self._handlers: dict[str, Callable[[Reply, RequestHead, Match], None]] = {
@@ -67,9 +91,14 @@ class App:
     def _request(self, reply: Reply, head: RequestHead, body: bytes) -> None:
         try:
             found = route(head.method, head.path)
+            account = None if found.public else self._dispatch.accounting.authenticate(head)
             dialect = self._dialects.get(found.name)
             if dialect is not None:
-                self._dispatch.generate(reply, head, body, dialect)
+                self._dispatch.generate(reply, head, body, dialect, account)
+            elif found.name == "usage":
+                self._usage.list(reply, head, account)
+            elif found.name == "usage_one":
+                self._usage.one(reply, found.argument, account)
             else:
                 self._handlers[found.name](reply, head, found)
         except Draining:
@@ -90,7 +119,10 @@ class App:
 
     def _ready(self, reply: Reply, head: RequestHead, found: Match) -> None:
         states = [(self._dispatch.replica.state, self.detail)]
-        status, body = health.ready_body(states, draining=self._dispatch.draining)
+        accounting = self._dispatch.accounting
+        status, body = health.ready_body(
+            states, draining=self._dispatch.draining, hung=self._hung(), trouble=accounting.trouble
+        )
         self._answer(reply, body, status)
 
     def _version(self, reply: Reply, head: RequestHead, found: Match) -> None:

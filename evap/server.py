@@ -21,12 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from evap import banner, logs
+from evap.accounting import Accounting
 from evap.app import App, send_error
-from evap.config import Config
+from evap.config import Config, EngineConfig
 from evap.dispatch import Dispatch, Shell
 from evap.engines import Built, build
 from evap.errors import Draining, StartupError
 from evap.exchange import Exchange
+from evap.heartbeat import Heartbeat
 from evap.messages import ReplicaState
 from evap.metrics import Metrics
 from evap.protocol.rows import RowTable
@@ -63,19 +65,41 @@ class Server:
         self._stop = asyncio.Event()
         self._forced = asyncio.Event()
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="evap-tokenize")
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="evap-usage")
+        self.accounting: Accounting | None = None
+        self.heartbeat = Heartbeat(int(config.meter.hang_timeout_s * 1e9))
 
     async def main(self) -> int:
         """The whole life of the process."""
         self._loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(name, self._signalled, name)
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         listening = self._bind()
         try:
             built = await self._build()
-            return await self._serve(listening, built)
+            self.accounting = accounting = await self._open_accounting(built.model)
+            try:
+                return await self._serve(listening, built)
+            finally:
+                await self._loop.run_in_executor(None, accounting.close)
         finally:
             listening.close()
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            for pool in (self._pool, self._readers):
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _open_accounting(self, model: str) -> Accounting:
+        accounting = Accounting(
+            self.config.meter, model=model, slots=_slots(self.config.engine), now_ns=time.monotonic_ns,
+            wall_ns=time.time_ns,
+        )  # fmt: skip
+        await self._loop.run_in_executor(None, accounting.open)
+        return accounting
+
+    def _reload(self) -> None:
+        """SIGHUP: the key file is read again."""
+        if self.accounting is not None:
+            self.accounting.reload()
 
     async def _build(self) -> Built:
         if self.config.engine.engine == "synthetic":
@@ -86,7 +110,7 @@ class Server:
         tls = self._tls()
         self._assemble(built)
         server = await self._loop.create_server(self.hub.protocol, sock=listening, ssl=tls, backlog=4096)
-        ticker = self._loop.create_task(self._tick())
+        tickers = [self._loop.create_task(work()) for work in (self._tick, self._watch)]
         try:
             if not await self._start_engine(built):
                 return 0
@@ -97,7 +121,8 @@ class Server:
             await self._stop.wait()
             return await self._drain(server)
         finally:
-            ticker.cancel()
+            for ticker in tickers:
+                ticker.cancel()
             server.close()
             self.hub.close()
             await built.replica.stop()
@@ -105,17 +130,19 @@ class Server:
     def _assemble(self, built: Built) -> None:
         config = self.config
         self.metrics = Metrics(built.model)
-        self.rows = RowTable(
-            min(1 << 16, config.engine.max_running + config.engine.max_queued + config.engine.max_choices)
-        )
+        self.rows = RowTable(_slots(config.engine))
         self.dispatch = Dispatch(
             config, text=built.text, replica=built.replica, rows=self.rows, model=built.model,
             shell=Shell(
                 now_ns=time.monotonic_ns, wall_s=time.time, in_pool=self._in_pool, soon=self._soon, flush=self._flush,
                 settled=self._settled, log_exception=logger.exception, send_error=send_error,
             ),
+            accounting=self.accounting,
         )  # fmt: skip
-        self.app = App(config, self.dispatch, self.metrics, created_s=int(time.time()))
+        self.app = App(
+            config, self.dispatch, self.metrics, created_s=int(time.time()), hung=lambda: self.heartbeat.hung,
+            background=lambda work, back: self._in_thread(self._readers, work, back),
+        )  # fmt: skip
         self.hub = Hub(config.protocol, on_event=self.app.on_event, loop=self._loop)
         built.replica.listen(self.dispatch.steps.on_batch, self._engine_state)
         self._gauges()
@@ -140,10 +167,15 @@ class Server:
             "Connections closed for breaking the protocol",
             lambda: float(self.hub.shared.violations),
         )
+        self.metrics.gauges.update(dispatch.accounting.gauges())
+        self.metrics.counters.update(dispatch.accounting.counters())
 
     # What dispatch asks of the loop
 
     def _in_pool(self, work: Callable[[], Any], back: Callable[[Any], None]) -> None:
+        self._in_thread(self._pool, work, back)
+
+    def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[[], Any], back: Callable[[Any], None]) -> None:
         def run() -> None:
             try:
                 result = work()
@@ -152,7 +184,7 @@ class Server:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 self._loop.call_soon_threadsafe(back, result)
 
-        self._pool.submit(run)
+        pool.submit(run)
 
     def _soon(self, callback: Callable[[], None]) -> None:
         self._loop.call_soon(callback)
@@ -174,7 +206,7 @@ class Server:
                     status=exchange.status or 499, version=exchange.head.version, peer=exchange.head.peer,
                     end=exchange.end, model=self.dispatch.model, stream=exchange.request.stream,
                     prompt_tokens=usage.prompt, cached_tokens=usage.cached, emitted_tokens=usage.emitted,
-                    delivered_tokens=usage.delivered, ttft_ms=first_s * 1e3 if first_s is not None else None,
+                    delivered_tokens=usage.delivered, key_id=exchange.account.key_id, ttft_ms=first_s * 1e3 if first_s is not None else None,
                     total_ms=whole_s * 1e3,
                 ),
             )  # fmt: skip
@@ -248,6 +280,18 @@ class Server:
             if period:
                 self.dispatch.tick()
 
+    async def _watch(self) -> None:
+        """A working engine without progress hangs; slow readers' accounts are kept up to date."""
+        while True:
+            await asyncio.sleep(min(1.0, self.heartbeat.timeout_ns / 4e9) if self.heartbeat.timeout_ns else 1.0)
+            dispatch, now_ns = self.dispatch, time.monotonic_ns()
+            working = dispatch.steps.slots.free < dispatch.steps.slots.size
+            if self.heartbeat.look(dispatch.steps.batches, working=working, now_ns=now_ns):
+                logger.error(
+                    "the engine %s", "has work and makes no progress" if self.heartbeat.hung else "moves again"
+                )
+            dispatch.accounting.tick(list(dispatch.open))
+
     def _signalled(self, number: signal.Signals) -> None:
         if self._stop.is_set():
             logger.warning("%s again: ending at once", number.name)
@@ -274,6 +318,10 @@ class Server:
     async def _wait(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._forced.wait(), seconds)
+
+
+def _slots(engine: EngineConfig) -> int:
+    return min(1 << 16, engine.max_running + engine.max_queued + engine.max_choices)
 
 
 def _bind_error(error: OSError, host: str, port: int) -> StartupError:

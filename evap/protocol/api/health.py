@@ -13,13 +13,21 @@ def health_body() -> bytes:
     return b'{"status":"ok"}'
 
 
-def ready_body(states: Sequence[tuple[ReplicaState, str]], *, draining: bool) -> tuple[int, bytes]:
-    """(status, body) from the state and last line of each replica: 200 when new requests are taken, else 503."""
-    ready = not draining and any(state is ReplicaState.READY for state, _ in states)
+def ready_body(
+    states: Sequence[tuple[ReplicaState, str]], *, draining: bool, hung: bool = False, trouble: str = ""
+) -> tuple[int, bytes]:
+    """(status, body) from the state and last line of each replica: 200 when new requests are taken, else 503.
+
+    hung: the engine has work and makes no progress. trouble: what does not work, though requests are taken.
+    """
+    ready = not draining and not hung and any(state is ReplicaState.READY for state, _ in states)
+    well = "degraded" if trouble else "ready"
     body = {
-        "status": "draining" if draining else "ready" if ready else "unavailable",
+        "status": "draining" if draining else "hung" if hung else well if ready else "unavailable",
         "replicas": [{"state": state.value, "detail": detail} for state, detail in states],
     }
+    if trouble:
+        body["trouble"] = trouble
     return (200 if ready else 503), sse.encode(body)
 
 

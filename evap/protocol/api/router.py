@@ -38,13 +38,14 @@ ROUTES: Final = {
     "/v1/chat/completions": Route("chat", "POST"),
     "/v1/completions": Route("completions", "POST"),
     "/v1/models": Route("models", "GET"),
+    "/v1/usage": Route("usage", "GET"),
     "/health": Route("health", "GET", public=True),
     "/ready": Route("ready", "GET", public=True),
     "/version": Route("version", "GET"),
     "/metrics": Route("metrics", "GET"),
 }
 #: Prefix -> route whose argument is the rest of the path, slashes included ("org/model").
-PREFIXES: Final = {"/v1/models/": Route("model", "GET")}
+PREFIXES: Final = {"/v1/models/": Route("model", "GET"), "/v1/usage/": Route("usage_one", "GET")}
 ALLOW: Final = {"POST": "POST, OPTIONS", "GET": "GET, HEAD, OPTIONS"}
 #: `OPTIONS *` (RFC 9110 section 9.3.7) asks about the server as a whole.
 ALLOW_ANY: Final = "GET, HEAD, POST, OPTIONS"

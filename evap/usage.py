@@ -1,0 +1,153 @@
+"""Handlers of `/v1/usage`: a key sees its own, an admin key everybody's, and without keys everybody sees all.
+
+Running and recent exchanges are answered at once from memory; what needs the ledger is read in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from evap.accounting import Accounting
+from evap.errors import EvapError, InternalError, NotFound, PermissionDenied
+from evap.exchange import Exchange, State
+from evap.metering import ledger
+from evap.metering.accounts import Account
+from evap.metering.prices import plain
+from evap.metering.record import COLUMNS, Record, billable, end_of
+from evap.protocol.api import usage as api
+from evap.protocol.events import Reply, RequestHead
+from evap.protocol.headers import JSON
+
+logger = logging.getLogger("evap.usage")
+_HEADERS: Final = ((b"content-type", JSON), (b"cache-control", b"no-store"))
+#: How long a query waits for records that were settled before it came.
+FLUSH_S: Final = 1.0
+
+Background = Callable[[Callable[[], Any], Callable[[Any], None]], None]
+
+
+class UsagePages:
+    """counts: bring a running exchange's counts up to date. background: run in a thread, then call back on the loop."""
+
+    def __init__(
+        self,
+        accounting: Accounting,
+        *,
+        counts: Callable[[Exchange], None],
+        background: Background,
+        send_error: Callable[[Reply, EvapError], int],
+        policy: str,
+    ) -> None:
+        self._accounting = accounting
+        self._counts, self._background, self._send_error = counts, background, send_error
+        self._policy = policy
+
+    def one(self, reply: Reply, id: str, account: Account | None) -> None:
+        """`GET /v1/usage/{id}`. Raises NotFound, also for what belongs to another key."""
+        running = self._accounting.running.get(id)
+        if running is not None:
+            fields = self._running(running)
+            self._answer(reply, fields, account)
+            return
+        recent = self._accounting.recent.get(id)
+        if recent is not None:
+            self._answer(reply, self._record(recent), account)
+            return
+        folder = self._accounting.folder
+        if folder is None:
+            raise api.unknown(id)
+
+        def read() -> bytes:
+            with ledger.reading(folder) as db:
+                found = ledger.find(db, id)
+            if found is None or not _visible(found.key, account):
+                raise api.unknown(id)
+            return api.one_body(self._record(found))
+
+        self._background(read, lambda result: self._reply(reply, result))
+
+    def list(self, reply: Reply, head: RequestHead, account: Account | None) -> None:
+        """`GET /v1/usage`. Raises InvalidRequest, PermissionDenied, NotFound."""
+        query = api.parse_query(head.query)
+        if account is not None and not account.key.admin:
+            if query.key not in (None, account.key.id):
+                raise PermissionDenied("only an admin key may see the usage of other keys", param="key")
+            query = api.UsageQuery(**{f: getattr(query, f) for f in query.__struct_fields__} | {"key": account.key.id})
+        if self._accounting.folder is None:
+            raise NotFound("this server keeps no ledger (it was started without --data-dir)", code="no_ledger")
+        self._background(lambda: self._read(query), lambda result: self._reply(reply, result))
+
+    # In the thread
+
+    def _read(self, query: api.UsageQuery) -> bytes:
+        accounting, recorder = self._accounting, self._accounting.recorder
+        assert accounting.folder is not None
+        if recorder is not None:
+            recorder.flush(FLUSH_S)
+        chosen = ledger.Filter(
+            first_day=query.first_day, last_day=query.last_day, model=query.model, key=query.key
+        )  # fmt: skip
+        with ledger.reading(accounting.folder) as db:
+            if query.exchanges:
+                found = ledger.rows(db, chosen, after=query.after, limit=query.limit)
+                last = found[-1][0] if len(found) == query.limit else None
+                pending = recorder.pending if recorder is not None else 0
+                return api.list_body([self._record(r) for _, r in found], pending=pending, next_after=last)
+            rows = [self._sum(u, query.group_by, db) for u in ledger.sums(db, chosen, query.group_by)]
+        return api.list_body(rows, pending=recorder.pending if recorder is not None else 0)
+
+    def _sum(self, usage: ledger.Usage, group_by: tuple[str, ...], db: Any) -> dict[str, Any]:
+        fields: dict[str, Any] = {name: getattr(usage, name) for name in group_by}
+        if usage.day is not None:
+            fields["day"] = api.day_text(usage.day)
+        fields |= {name: getattr(usage, name) for name in ledger.SUMS}
+        if usage.model is not None:
+            fields |= self._cost(usage.model, usage.paid_prompt, usage.paid_cached, usage.billable)
+        return fields
+
+    # What is said of one exchange
+
+    def _record(self, record: Record) -> dict[str, Any]:
+        fields: dict[str, Any] = {"id": record.id, "state": "settled"}
+        fields |= {name: getattr(record, name) for name in COLUMNS}
+        paid = 1 if record.computed else 0
+        return fields | self._cost(record.model, paid * record.prompt, paid * record.cached, record.billable)
+
+    def _running(self, exchange: Exchange) -> dict[str, Any]:
+        self._counts(exchange)
+        usage, ticket = exchange.usage(), exchange.account
+        over = exchange.state in (State.ANSWERED, State.CANCELLED)
+        return {
+            "id": exchange.renderer.id, "state": "ending" if over else "running", "key": ticket.key_id,
+            "operation": ticket.operation, "model": self._accounting.model, "prompt": usage.prompt,
+            "cached": usage.cached, "computed": usage.computed, "emitted": usage.emitted, "delivered": usage.delivered,
+            "billable": billable(self._policy, usage, exchange.end), "choices": exchange.request.n,
+            "status": exchange.status, "end": end_of(exchange.ending) or None,
+        }  # fmt: skip
+
+    def _cost(self, model: str, prompt: int, cached: int, completion: int) -> dict[str, str]:
+        prices = self._accounting.prices
+        cost = prices.cost(model, prompt=prompt, cached=cached, completion=completion) if prices is not None else None
+        return {} if prices is None or cost is None else {"cost": plain(cost), "currency": prices.currency}
+
+    # Replies
+
+    def _answer(self, reply: Reply, fields: dict[str, Any], account: Account | None) -> None:
+        if not _visible(fields["key"], account):
+            raise api.unknown(fields["id"])
+        reply.whole(200, _HEADERS, api.one_body(fields))
+
+    def _reply(self, reply: Reply, result: bytes | Exception) -> None:
+        if isinstance(result, bytes):
+            reply.whole(200, _HEADERS, result)
+        elif isinstance(result, EvapError):
+            self._send_error(reply, result)
+        else:
+            logger.error("a usage query failed: %s", result)
+            self._send_error(reply, InternalError("the ledger could not be read"))
+
+
+def _visible(key: str, account: Account | None) -> bool:
+    return account is None or account.key.admin or account.key.id == key
