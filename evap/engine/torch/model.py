@@ -34,24 +34,21 @@ class Model:
         for number, layer in enumerate(self._weights.layers):
             qkv = self._qkv(layer, x, cos, sin)
             x = layer.output.plus(self._cache.attend(number, qkv, self._config.heads, plan), x)
-            y = self._norm(x, layer.post_norm)
+            y = layer.post_norm(x)
             x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
         if rows is not None:
             if not len(rows):
                 return x.new_empty((0, self._config.vocab_size))
             x = x.index_select(0, rows)
-        return self._weights.head(self._norm(x, self._weights.norm))
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self._config.norm_eps)
+        return self._weights.head(self._weights.norm(x))
 
     def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries, keys and values, (n, heads + 2 kv_heads, head_dim); the first two rotated."""
         heads, turned = self._config.heads, self._config.heads + self._config.kv_heads
-        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(x.shape[0], -1, self._config.head_dim)
+        qkv = layer.qkv(layer.input_norm(x)).view(x.shape[0], -1, self._config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :heads] = self._norm(qkv[:, :heads], layer.q_norm)
-            qkv[:, heads:turned] = self._norm(qkv[:, heads:turned], layer.k_norm)
+            qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
+            qkv[:, heads:turned] = layer.k_norm(qkv[:, heads:turned])
         qkv[:, :turned] = rotate(qkv[:, :turned], cos, sin)
         return qkv
 

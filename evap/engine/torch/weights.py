@@ -14,6 +14,7 @@ from torch import Tensor
 
 from evap.engine.torch.config import ModelConfig
 from evap.engine.torch.linear import Linear
+from evap.engine.torch.norm import RmsNorm
 from evap.errors import StartupError, echo
 
 
@@ -21,12 +22,12 @@ from evap.errors import StartupError, echo
 class Layer:
     """One decoder layer. q_norm and k_norm are Qwen3's; (head_dim,) each."""
 
-    input_norm: Tensor
+    input_norm: RmsNorm
     qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
     output: Linear
-    post_norm: Tensor
+    post_norm: RmsNorm
     gate: Linear
     up: Linear
     down: Linear
@@ -36,7 +37,7 @@ class Layer:
 class Weights:
     embedding: Tensor  # (vocab, hidden)
     layers: list[Layer]
-    norm: Tensor
+    norm: RmsNorm
     head: Linear
 
 
@@ -94,17 +95,20 @@ def load_weights(
         bias = torch.cat([plain(f"{name}.bias") for name in names]) if all(biased) else None
         return Linear(weight, bias)
 
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(plain(f"{name}.weight"), config.norm_eps)
+
     def layer(number: int) -> Layer:
         at = f"model.layers.{number}."
         attention, mlp = f"{at}self_attn.", f"{at}mlp."
         has_norm = f"{attention}q_norm.weight" in store
         return Layer(
-            input_norm=plain(f"{at}input_layernorm.weight"),
+            input_norm=norm(f"{at}input_layernorm"),
             qkv=linear(f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj"),
-            q_norm=plain(f"{attention}q_norm.weight") if has_norm else None,
-            k_norm=plain(f"{attention}k_norm.weight") if has_norm else None,
+            q_norm=norm(f"{attention}q_norm") if has_norm else None,
+            k_norm=norm(f"{attention}k_norm") if has_norm else None,
             output=linear(f"{attention}o_proj"),
-            post_norm=plain(f"{at}post_attention_layernorm.weight"),
+            post_norm=norm(f"{at}post_attention_layernorm"),
             gate=linear(f"{mlp}gate_proj"),
             up=linear(f"{mlp}up_proj"),
             down=linear(f"{mlp}down_proj"),
@@ -120,4 +124,4 @@ def load_weights(
             progress(f"loading weights: layer {number + 1} of {config.layers}")
     tied = config.tied or "lm_head.weight" not in store
     head = Linear(embedding, None) if tied else linear("lm_head")
-    return Weights(embedding, layers, plain("model.norm.weight"), head)
+    return Weights(embedding, layers, norm("model.norm"), head)
