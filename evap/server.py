@@ -206,7 +206,8 @@ class Server:
                     status=exchange.status or 499, version=exchange.head.version, peer=exchange.head.peer,
                     end=exchange.end, model=self.dispatch.model, stream=exchange.request.stream,
                     prompt_tokens=usage.prompt, cached_tokens=usage.cached, emitted_tokens=usage.emitted,
-                    delivered_tokens=usage.delivered, key_id=exchange.account.key_id, ttft_ms=first_s * 1e3 if first_s is not None else None,
+                    delivered_tokens=usage.delivered, key_id=exchange.account.key_id,
+                    ttft_ms=first_s * 1e3 if first_s is not None else None,
                     total_ms=whole_s * 1e3,
                 ),
             )  # fmt: skip
