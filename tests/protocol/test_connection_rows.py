@@ -181,3 +181,6 @@ def test_rows_wait_while_the_transport_is_full() -> None:
     raw.core.written(0, raw.now_ns)
     assert host.push(1, b"row")
     assert raw.core.take_rows(b"", 0, 1 << 20) is False  # more than the connection's window
+    raw.send(f.frame(f.PING, 0, 1, bytes(8)))
+    assert raw.goaway is not None
+    assert not raw.core.writable  # nothing follows a GOAWAY that ends the connection
