@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from evap import __version__
@@ -132,7 +133,9 @@ class App:
     def _cards(self) -> list[models.ModelCard]:
         ready = self._dispatch.replica.state is ReplicaState.READY
         context = self._dispatch.replica.info.max_model_len if ready else None
-        return [models.ModelCard(id=self._dispatch.model, created=self._created_s, max_model_len=context)]
+        base, adapters = self._dispatch.model, getattr(self._dispatch.replica, "adapters", ())
+        card = partial(models.ModelCard, created=self._created_s, max_model_len=context)
+        return [card(id=base), *(card(id=name, parent=base) for name in adapters)]
 
     def _models(self, reply: Reply, head: RequestHead, found: Match) -> None:
         self._answer(reply, models.list_body(self._cards()))

@@ -1,14 +1,14 @@
 """One choice of a request: a slot in the engine and the text that came of it.
 
-Only data; `exchange.py` has the rules.
+Only data, and a token's log probabilities as text; `exchange.py` has the rules.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from evap.engine.interface import Detokenizer
-from evap.messages import LogprobText
+from evap.engine.interface import Detokenizer, Text
+from evap.messages import UNPREDICTED, LogprobText, TokenLogprobs
 
 if TYPE_CHECKING:
     from evap.exchange import Exchange
@@ -45,3 +45,16 @@ class ChoiceRun:
         self.stop_reason: str | int | None = None
         self.ended = False  #: the answer has its finish_reason
         self.released = False  #: the engine has confirmed the end
+
+
+def logprob_text(text: Text, token: int, entry: TokenLogprobs | None) -> LogprobText:
+    """A token with its alternatives, as an API shows them. None: nothing predicts it (the first of a prompt)."""
+    known = entry if entry is not None else TokenLogprobs(logprob=UNPREDICTED)
+    alternatives = [(text.token_bytes(other.token), other.logprob) for other in known.top]
+    data = text.token_bytes(token)
+    return LogprobText(
+        text=data.decode(errors="replace"),
+        logprob=known.logprob,
+        data=data,
+        top=tuple((other.decode(errors="replace"), logprob, other) for other, logprob in alternatives),
+    )

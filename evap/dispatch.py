@@ -7,6 +7,7 @@ call. What engine steps do to running exchanges is in `steps.py`.
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class Dispatch:
         self._tokenizing = 0  # choices of exchanges whose prompt is in the pool
         self._progress: dict[Exchange, int] = {}
         self._ids: list[str] = []
+        self._secret = os.urandom(32)
 
     # A request comes in
 
@@ -101,14 +103,13 @@ class Dispatch:
         check_body(head.get(b"content-type"), head.get(b"content-encoding"))
         request = dialect.parse(body, max_choices=self._config.engine.max_choices)
         kind = negotiate(head.get(b"accept"), request.stream)
-        if request.model is not None and request.model != self.model:
-            raise NotFound(f"the model '{echo(request.model)}' does not exist", param="model", code="model_not_found")
+        adapter = self._adapter(request.model)
         self._admit(request.n)
         renderer = dialect.renderer(
             request,
             kind=kind,
             id_suffix=self._ids.pop() if self._ids else self._new_id(),
-            model=self.model,
+            model=adapter or self.model,
             created_s=int(self._shell.wall_s()),
         )
         ticket = self.accounting.admit(account, head, renderer.id)
@@ -117,6 +118,7 @@ class Dispatch:
             send_error=self._shell.send_error, stream_buffer=self._config.protocol.stream_buffer_bytes,
             opened_ns=self._shell.now_ns(), account=ticket,
         )  # fmt: skip
+        exchange.adapter, exchange.cache_salt = adapter, self._cache_salt(ticket.key_id)
         reply.owner = exchange
         self.open[exchange] = None
         self.accounting.running[renderer.id] = exchange
@@ -129,6 +131,18 @@ class Dispatch:
             self._tokenized(exchange, ids)
         else:
             self._shell.in_pool(lambda: self._tokenize(exchange), lambda result: self._tokenized(exchange, result))
+
+    def _adapter(self, model: str | None) -> str:
+        """The adapter that a request names as its model, "" for the model itself."""
+        if model is None or model == self.model:
+            return ""
+        if model in getattr(self.replica, "adapters", ()):
+            return model
+        raise NotFound(f"the model '{echo(model)}' does not exist", param="model", code="model_not_found")
+
+    def _cache_salt(self, key_id: str) -> str:
+        """What separates the prefix caches of keys: no client can choose it, or compute another's."""
+        return hashlib.blake2b(key_id.encode(), key=self._secret, digest_size=12).hexdigest() if key_id else ""
 
     def _new_id(self) -> str:
         """24 unguessable characters; made by the hundred, because a system call each costs more than all the rest."""

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from evap.choice import ChoiceRun
+from evap.choice import ChoiceRun, logprob_text
 from evap.engine.interface import Detokenizer, Text
 from evap.errors import EngineFailed, EvapError
 from evap.messages import (
@@ -79,10 +79,11 @@ class Exchange:
         self._text = text
         self._buffer = stream_buffer
         self._queued = 0  # body bytes given to the reply
-        self._marks: deque[tuple[int, ChoiceRun, int]] = (
-            deque()
-        )  # (queued bytes, choice, tokens) not yet known delivered
+        # (queued bytes, choice, tokens) not yet known delivered
+        self._marks: deque[tuple[int, ChoiceRun, int]] = deque()
         plain = not request.stop and request.sampling.logprobs is None and not request.echo
+        self._scored = "prompt_logprobs" in request.sampling.extra  # the echo waits for its log probabilities
+        self.cache_salt = self.adapter = ""  #: as in GenerateRequest; set before the first submit
         #: tokens may be turned into text in any portion size, at any time
         self.plain_text = plain
         self.rows_allowed = (
@@ -104,7 +105,10 @@ class Exchange:
         sampling = self.sampling
         if index and sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % (1 << 63))
-        return GenerateRequest(prompt_ids=self.prompt_ids, sampling=sampling, priority=self.account.priority)
+        return GenerateRequest(
+            prompt_ids=self.prompt_ids, sampling=sampling, priority=self.account.priority, cache_salt=self.cache_salt,
+            adapter=self.adapter,
+        )  # fmt: skip
 
     def begin(self) -> None:
         """Send the head and the first events of a streamed answer at once: proxies see life before the first token."""
@@ -113,7 +117,7 @@ class Exchange:
         prelude = self.renderer.prelude(self._continuous())
         if prelude:
             self._send(prelude)
-        if self.request.echo and self.request.prompt_text is not None:
+        if self.request.echo and self.request.prompt_text is not None and not self._scored:
             for choice in self.choices:
                 self._send(self.renderer.delta(choice.index, self.request.prompt_text))
         if self.rows_allowed:
@@ -121,6 +125,16 @@ class Exchange:
                 choice.row = self.renderer.row(choice.index)
 
     # Tokens in
+
+    def take_prompt(self, choice: ChoiceRun, entries: Sequence[TokenLogprobs | None]) -> None:
+        """Log probabilities of an echoed prompt, before the choice's first token."""
+        if choice.ended or self.state is not State.RUNNING or not self._scored:
+            return
+        texts = [logprob_text(self._text, i, entry) for i, entry in zip(self.prompt_ids, entries, strict=True)]
+        if self.request.stream:
+            self._send(self.renderer.delta(choice.index, self.request.prompt_text or "", texts))
+        else:
+            choice.logprobs.extend(texts)
 
     def take(self, choice: ChoiceRun, ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> None:
         """Tokens of one choice, in order, that did not go out as rows. May end the choice (stop string)."""
@@ -135,9 +149,9 @@ class Exchange:
                 self._send_ids(choice)
             return
         detokenizer = choice.detokenizer or self._detokenizer(choice)
-        texts = (
-            [self._logprob_text(i, lp) for i, lp in zip(ids, logprobs, strict=True)] if logprobs is not None else None
-        )
+        texts = None
+        if logprobs is not None:
+            texts = [logprob_text(self._text, i, entry) for i, entry in zip(ids, logprobs, strict=True)]
         text = detokenizer.push(ids)
         choice.unmarked += len(ids)
         if text or texts:
@@ -153,15 +167,6 @@ class Exchange:
             prompt_ids=self.prompt_ids,
         )  # fmt: skip
         return choice.detokenizer
-
-    def _logprob_text(self, token: int, entry: TokenLogprobs) -> LogprobText:
-        def text_of(i: int) -> tuple[str, bytes]:
-            data = self._text.token_bytes(i)
-            return data.decode(errors="replace"), data
-
-        text, data = text_of(token)
-        top = tuple((*(t := text_of(a.token))[:1], a.logprob, t[1]) for a in entry.top)
-        return LogprobText(text=text, logprob=entry.logprob, data=data, top=top)
 
     def finish(self, choice: ChoiceRun, finish: Finish, last_token: int | None) -> None:
         """The engine's final record. `last_token` is the token that stopped it, if it is one of the request's own."""

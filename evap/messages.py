@@ -141,6 +141,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     delivered: int = 0
 
 
+#: `LogprobText.logprob` of the first token of an echoed prompt: nothing predicts it.
+UNPREDICTED: Final = float("inf")
+
+
 class LogprobText(msgspec.Struct, frozen=True):
     """A token with its text, ready for an API: `data` are its exact bytes."""
 

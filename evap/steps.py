@@ -243,6 +243,8 @@ class Steps:
             choice = self.slots.owner[int(batch.slot[i])]
             if choice is not None:
                 choice.exchange.cached = max(choice.exchange.cached, int(batch.token[i]))
+                if i in batch.prompt_logprobs:
+                    choice.exchange.take_prompt(choice, batch.prompt_logprobs[i])
                 if self._table is not None:
                     self._table.cached[choice.slot] = choice.exchange.cached
         counted = (flags & NO_TOKEN) == 0
@@ -299,10 +301,11 @@ class Steps:
 
 
 def _select(batch: TokenBatch, mask: BoolArray) -> TokenBatch:
-    logprobs = batch.logprobs
-    if logprobs:
+    logprobs, prompts = batch.logprobs, batch.prompt_logprobs
+    if logprobs or prompts:
         numbers = {int(old): new for new, old in enumerate(np.flatnonzero(mask))}
         logprobs = {numbers[i]: entry for i, entry in logprobs.items() if i in numbers}
+        prompts = {numbers[i]: entries for i, entries in prompts.items() if i in numbers}
     return TokenBatch(
         batch.slot[mask],
         batch.generation[mask],
@@ -311,4 +314,5 @@ def _select(batch: TokenBatch, mask: BoolArray) -> TokenBatch:
         batch.flags[mask],
         batch.step,
         logprobs,
+        prompts,
     )

@@ -83,7 +83,7 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
 
 
 class Chat:
-    """The chat dialect. `structured_output`: the engine can hold `response_format` to a grammar."""
+    """The chat dialect. `structured_output`: the engine has vLLM's own fields, and grammars."""
 
     def __init__(self, *, structured_output: bool = False) -> None:
         self._structured_output = structured_output
@@ -93,7 +93,7 @@ class Chat:
         request = decode(body, _BODY)
         fields.check_common(request, max_choices)
         _check(request)
-        extra = fields.structured_output(request.response_format, supported=self._structured_output)
+        extra = fields.extras(request, supported=self._structured_output)
         include_usage, continuous_usage = fields.usage_options(request)
         limit = request.max_completion_tokens
         return ParsedRequest(

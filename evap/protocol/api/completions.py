@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from evap.errors import InvalidRequest
-from evap.messages import LogprobText, ParsedRequest
+from evap.messages import UNPREDICTED, LogprobText, ParsedRequest
 from evap.protocol.api import fields, render
 from evap.protocol.api.body import decode, decode_field, unsupported
 from evap.protocol.api.dialect import Renderer
@@ -38,7 +38,7 @@ _ONE_IDS: Final = msgspec.json.Decoder(tuple[_Ids])
 
 
 class Completions:
-    """The completions dialect. `structured_output`: the engine can hold `response_format` to a grammar."""
+    """The completions dialect. `structured_output`: the engine has vLLM's own fields, and grammars."""
 
     def __init__(self, *, structured_output: bool = False) -> None:
         self._structured_output = structured_output
@@ -48,8 +48,10 @@ class Completions:
         request = decode(body, _BODY)
         fields.check_common(request, max_choices)
         text, ids = _prompt(request.prompt)
-        _check(request, text)
-        extra = fields.structured_output(request.response_format, supported=self._structured_output)
+        _check(request, text, scores=self._structured_output)
+        extra = fields.extras(request, supported=self._structured_output)
+        if request.echo and request.logprobs is not None:
+            extra["prompt_logprobs"] = request.logprobs
         include_usage, continuous_usage = fields.usage_options(request)
         return ParsedRequest(
             model=request.model,
@@ -77,12 +79,13 @@ class Completions:
         )  # fmt: skip
 
 
-def _check(request: CompletionBody, text: str | None) -> None:
+def _check(request: CompletionBody, text: str | None, *, scores: bool) -> None:
+    """`scores`: the engine has log probabilities of the prompt."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of")
     if request.echo and text is None:
         raise InvalidRequest("echo needs a prompt that is text", param="echo")
-    if request.echo and request.logprobs is not None:
+    if request.echo and request.logprobs is not None and not scores:
         raise InvalidRequest("echo with logprobs is not supported: no logprobs of the prompt are kept", param="echo")
 
 
@@ -124,9 +127,9 @@ def _logprobs(entries: Sequence[LogprobText], k: int, offset: int) -> dict[str, 
         offset += len(entry.text)
     return {
         "text_offset": offsets,
-        "token_logprobs": [render.number(e.logprob) for e in entries],
+        "token_logprobs": [None if e.logprob == UNPREDICTED else render.number(e.logprob) for e in entries],
         "tokens": [e.text for e in entries],
-        "top_logprobs": [_alternatives(e, k) for e in entries],
+        "top_logprobs": [None if e.logprob == UNPREDICTED else _alternatives(e, k) for e in entries],
     }
 
 

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from evap.errors import InvalidRequest
 from evap.messages import SamplingParams
-from evap.protocol.api.body import ABSENT, decode_small, is_set
+from evap.protocol.api.body import ABSENT, decode_small, is_set, unsupported
 
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 256
@@ -24,6 +24,7 @@ MAX_STOP_IDS: Final = 128
 MAX_BIASES: Final = 1024
 MAX_USER_CHARS: Final = 512
 MAX_SCHEMA_BYTES: Final = 256 << 10
+MAX_BAD_WORDS: Final = 64
 #: Accepted, and without effect here: they concern OpenAI's own service, or are hints that an engine may ignore.
 IGNORED: Final = (
     "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
@@ -67,14 +68,16 @@ class CommonFields(msgspec.Struct, kw_only=True):
     stop_token_ids: msgspec.Raw = ABSENT
     logit_bias: msgspec.Raw = ABSENT
     response_format: msgspec.Raw = ABSENT
+    # vLLM's own: for an engine that has them, refused by others.
+    structured_outputs: msgspec.Raw = ABSENT
+    guided_json: msgspec.Raw = ABSENT
+    guided_regex: msgspec.Raw = ABSENT
+    guided_choice: msgspec.Raw = ABSENT
+    guided_grammar: msgspec.Raw = ABSENT
+    allowed_token_ids: msgspec.Raw = ABSENT
+    bad_words: msgspec.Raw = ABSENT
+    repetition_detection: msgspec.Raw = ABSENT
     # Refused (rule 2).
-    structured_outputs: None = None
-    guided_json: None = None
-    guided_regex: None = None
-    guided_choice: None = None
-    guided_grammar: None = None
-    allowed_token_ids: None = None
-    bad_words: None = None
     logits_processors: None = None
     prompt_logprobs: None = None
     truncate_prompt_tokens: None = None
@@ -94,6 +97,20 @@ _BIAS: Final = msgspec.json.Decoder(
 )
 _FORMAT: Final = msgspec.json.Decoder(ResponseFormat)
 _ANY: Final = msgspec.json.Decoder(dict[str, Any])
+_CONSTRAINT: Final = msgspec.json.Decoder(dict[str, Any] | str | list[Any])
+_IDS: Final = msgspec.json.Decoder(Annotated[list[Id], Meta(min_length=1, max_length=MAX_BIASES)])
+_WORDS: Final = msgspec.json.Decoder(Annotated[list[str], Meta(min_length=1, max_length=MAX_BAD_WORDS)])
+#: field -> how it is read, and the most bytes it may have; the engine checks the rest
+EXTRAS: Final[dict[str, tuple[msgspec.json.Decoder[Any], int]]] = {
+    "structured_outputs": (_ANY, MAX_SCHEMA_BYTES),
+    "guided_json": (_CONSTRAINT, MAX_SCHEMA_BYTES),
+    "guided_regex": (_CONSTRAINT, MAX_SCHEMA_BYTES),
+    "guided_choice": (_CONSTRAINT, MAX_SCHEMA_BYTES),
+    "guided_grammar": (_CONSTRAINT, MAX_SCHEMA_BYTES),
+    "allowed_token_ids": (_IDS, MAX_BIASES * 16),
+    "bad_words": (_WORDS, MAX_BAD_WORDS * (MAX_STOP_CHARS * 12 + 8)),
+    "repetition_detection": (_ANY, 1024),
+}
 
 
 def stops(raw: msgspec.Raw) -> tuple[str, ...]:
@@ -123,6 +140,18 @@ def structured_output(raw: msgspec.Raw, *, supported: bool) -> dict[str, Any]:
             param="response_format", code="unsupported_parameter",
         )  # fmt: skip
     return {"response_format": decode_small(raw, _ANY, "response_format", MAX_SCHEMA_BYTES)}
+
+
+def extras(fields: CommonFields, *, supported: bool) -> dict[str, Any]:
+    """What goes into SamplingParams.extra: `response_format` and vLLM's own fields, for an engine that has them."""
+    found = structured_output(fields.response_format, supported=supported)
+    for name, (decoder, most) in EXTRAS.items():
+        raw = getattr(fields, name)
+        if is_set(raw):
+            if not supported:
+                raise unsupported(name)
+            found[name] = decode_small(raw, decoder, name, most)
+    return found
 
 
 def sampling(fields: CommonFields, logprobs: int | None, extra: dict[str, Any]) -> SamplingParams:

@@ -122,7 +122,8 @@ class EventRenderer:
     def _logprobs(self, index: int, entries: Sequence[LogprobText]) -> dict[str, Any]:
         offset = self._offsets.get(index)
         if offset is None:
-            echoed = self._request.prompt_text if self._request.echo else None
+            scored = "prompt_logprobs" in self._request.sampling.extra  # then the entries begin with the prompt's
+            echoed = self._request.prompt_text if self._request.echo and not scored else None
             offset = len(echoed or "")
         self._offsets[index] = offset + sum(len(e.text) for e in entries)
         return self._shape.logprobs(entries, self._request.sampling.logprobs or 0, offset)

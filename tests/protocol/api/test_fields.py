@@ -234,6 +234,28 @@ def test_what_would_change_the_answer_is_refused(parse: Any, field: str) -> None
         assert (error.param, error.code) == (field, "unsupported_parameter")
 
 
+@pytest.mark.parametrize("dialect", [Chat(structured_output=True), Completions(structured_output=True)])
+def test_what_vllm_has_is_taken_for_it(dialect: Chat | Completions) -> None:
+    base = {"messages": [{"role": "user", "content": "x"}]} if isinstance(dialect, Chat) else {"prompt": "x"}
+    given = {
+        "structured_outputs": {"regex": "a"}, "guided_json": {"type": "object"}, "guided_regex": "a+",
+        "guided_choice": ["a", "b"], "guided_grammar": "root ::= x", "allowed_token_ids": [1, 2], "bad_words": ["x"],
+        "repetition_detection": {"min_count": 2},
+    }  # fmt: skip
+    assert dialect.parse(json.dumps({**base, **given}).encode()).sampling.extra == given
+    for name, value in (("allowed_token_ids", [-1]), ("bad_words", ["x"] * 65), ("guided_choice", "x" * 300_000)):
+        with pytest.raises(InvalidRequest) as caught:
+            dialect.parse(json.dumps({**base, name: value}).encode())
+        assert (caught.value.param or "").startswith(name)
+
+
+def test_an_echo_is_scored_by_an_engine_that_can() -> None:
+    body = json.dumps({"prompt": "x", "echo": True, "logprobs": 2}).encode()
+    assert Completions(structured_output=True).parse(body).sampling.extra == {"prompt_logprobs": 2}
+    with pytest.raises(InvalidRequest, match="echo with logprobs"):
+        Completions().parse(body)
+
+
 def test_beam_search(parse: Any) -> None:
     assert parse(use_beam_search=False) == parse()
     assert refusal(parse, use_beam_search=True).param == "use_beam_search"
