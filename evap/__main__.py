@@ -1,4 +1,4 @@
-"""The command line: `python -m evap serve|model|doctor|version`.
+"""The command line: `python -m evap serve|model|keys|usage|doctor|version`.
 
 Each command imports what it needs when it runs, so that `--help` and the synthetic engine start at once. An error
 that the user can mend is one line and a remedy on stderr, with exit code 2.
@@ -29,6 +29,10 @@ the environment over the file. A unit at the end of a name may be left out: --dr
 --drain-timeout-s.
 """
 
+
+_KEYS = """\
+Only the hash of a secret is in the file. A running server reads the file again on SIGHUP.
+"""
 
 _MODEL_NAMES = """\
 NAME is a directory, a Hugging Face id (owner/name), or a built-in name. EVAP_CACHE_DIR moves
@@ -110,6 +114,48 @@ def _model(argv: Sequence[str]) -> int:
     return 0
 
 
+def _keys(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="python -m evap keys", epilog=_KEYS,
+                     usage="python -m evap keys create|revoke NAME | list  [--file FILE] [limits]",
+                     description="API keys of the file that `serve --api-keys` reads.")  # fmt: skip
+    parser.add_argument("action", metavar="create|list|revoke", choices=("create", "list", "revoke"),
+                        help="make a key and print its secret, once; show all; end one")  # fmt: skip
+    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="of the key: letters, digits, - and _")
+    parser.add_argument("--file", metavar="FILE", default=os.environ.get("EVAP_API_KEYS", "keys.toml"),
+                        help="the key file (EVAP_API_KEYS, else keys.toml)")  # fmt: skip
+    from evap.metering import keys_cli
+
+    keys_cli.add_limits(parser)
+    given = parser.read(argv)
+    if (given.action == "list") == bool(given.name):
+        raise StartupError(
+            f"keys {given.action} takes {'no name' if given.name else 'a NAME'}", remedy=parser.usage or ""
+        )
+    sys.stdout.write(keys_cli.run(given))
+    return 0
+
+
+def _usage(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="python -m evap usage", usage="python -m evap usage --data-dir DIR [options]",
+                     description="What was used, from the ledger; also while the server runs.")  # fmt: skip
+    env = os.environ.get
+    parser.add_argument("--data-dir", metavar="DIR", default=env("EVAP_DATA_DIR", ""), help="the server's --data-dir")
+    parser.add_argument("--group-by", metavar="NAMES", default="day,model,key",
+                        help="of day, model, key; or exchange for one row each (default day,model,key)")  # fmt: skip
+    parser.add_argument("--from", metavar="DATE", dest="first", help="first day (UTC)")
+    parser.add_argument("--to", metavar="DATE", dest="last", help="last day")
+    parser.add_argument("--model", metavar="NAME", help="only this model")
+    parser.add_argument("--key", metavar="NAME", help="only this key")
+    parser.add_argument("--prices", metavar="FILE", default=env("EVAP_PRICES", ""), help="TOML price list: adds costs")
+    parser.add_argument("--format", choices=("table", "csv", "jsonl", "parquet"), default="table", help="default table")
+    parser.add_argument("--output", metavar="FILE", default="-", help="default: stdout")
+    given = parser.read(argv)
+    from evap.metering import usage_report
+
+    usage_report.run(given)
+    return 0
+
+
 def _version(argv: Sequence[str]) -> int:
     _Parser(prog="python -m evap version", description="Print the version.").read(argv)
     sys.stdout.write(f"evap {__version__}\n")
@@ -119,6 +165,8 @@ def _version(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "serve": (_serve, "serve a model"),
     "model": (_model, "list, fetch and find models"),
+    "keys": (_keys, "create, list and revoke API keys"),
+    "usage": (_usage, "what was used, from the ledger"),
     "doctor": (_doctor, "say what works on this machine and what is missing"),
     "version": (_version, "print the version"),
 }

@@ -31,6 +31,7 @@ from evap.metering.record import (
     end_of,
     used_up,
 )
+from evap.metering.sink import Sink
 from evap.protocol.events import RequestHead
 from evap.protocol.headers import limit_headers
 
@@ -59,6 +60,7 @@ class Accounting:
         self.prices: prices.Prices | None = None
         self.recorder: recorder.Recorder | None = None
         self.table: opened.OpenTable | None = None
+        self.sink: Sink | None = None
         self.running: dict[str, Exchange] = {}
         self.recent: dict[str, Record] = {}  #: the last ones, whether they are in the ledger yet or not
 
@@ -73,6 +75,8 @@ class Accounting:
         if config.prices:
             self.prices = prices.read(Path(config.prices))
         if self.folder is None:
+            if config.usage_sink:
+                raise StartupError("--usage-sink copies the ledger, and there is none", remedy="add --data-dir DIR")
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -82,6 +86,9 @@ class Accounting:
             raise StartupError(
                 f"--data-dir {self.folder} cannot be used: {error.strerror}", remedy="a directory of ours, with space"
             ) from error
+        if config.usage_sink:
+            self.sink = Sink(config.usage_sink, self.folder)
+            self.sink.start()
 
     def _take_lock(self, folder: Path) -> None:
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -131,6 +138,8 @@ class Accounting:
         """Write what is settled. Blocks for as long as that takes, at most some seconds."""
         if self.recorder is not None and not self.recorder.close():
             logger.warning("the ledger did not take %d records; the next start does", self.recorder.pending)
+        if self.sink is not None:
+            self.sink.stop()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -281,20 +290,27 @@ class Accounting:
             "ledger_pending": ("Records that are not in the ledger yet", lambda: float(recorder.pending)),
             "ledger_spool_bytes": ("Bytes of records in the spool file", lambda: float(recorder.spooled)),
             "ledger_ok": ("1 while the ledger can be written", lambda: float(not self.trouble)),
+            "sink_ok": ("1 while the usage sink answers, or there is none", lambda: float(not self._behind)),
         }
+
+    @property
+    def _behind(self) -> str:
+        return self.sink.error if self.sink is not None else ""
 
     def counters(self) -> dict[str, tuple[str, Callable[[], float]]]:
         recorder = self.recorder
         if recorder is None:
             return {}
-        return {"ledger_records": ("Records committed to the ledger", lambda: float(recorder.durable))}
+        sink = self.sink
+        copied = {"sink_records": ("Records copied to the usage sink", lambda: float(sink.copied))} if sink else {}
+        return {"ledger_records": ("Records committed to the ledger", lambda: float(recorder.durable)), **copied}
 
     @property
     def trouble(self) -> str:
         """Empty, or what is wrong with the ledger, for /ready."""
-        if self.recorder is None or self.recorder.state is recorder.State.OK:
-            return ""
-        return f"ledger {self.recorder.state.value}: {self.recorder.detail}"
+        if self.recorder is not None and self.recorder.state is not recorder.State.OK:
+            return f"ledger {self.recorder.state.value}: {self.recorder.detail}"
+        return f"usage sink: {self._behind}" if self._behind else ""
 
 
 def _say_state(state: recorder.State, detail: str) -> None:
