@@ -28,7 +28,9 @@ class ServerConfig:
     port: int = opt(8000, "port to listen on; 0 picks a free one and prints it", low=0, high=65535)
     tls_cert: str = opt("", "PEM file with the certificate chain; turns TLS on")
     tls_key: str = opt("", "PEM file with the private key")
-    tls_client_ca: str = opt("", "PEM file with authorities; only clients with a certificate from one of them are served")
+    tls_client_ca: str = opt(
+        "", "PEM file with authorities; only clients with a certificate from one of them are served"
+    )
     tls: str = opt("", "'self-signed' makes a certificate for development", choices=("", "self-signed"))
     log_level: str = opt("info", "least severe level that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = opt("text", "log lines for people or for machines", choices=("text", "json"))
