@@ -25,7 +25,7 @@ UNMIRRORED = {
 
 #: Parts of one thing that are tested together, where their seam would only be in the way: file -> its test file.
 TESTED_BY: dict[str, str] = {
-    "steps.py": "test_dispatch.py",
+    "states.py": "test_exchange.py",
 }
 
 
