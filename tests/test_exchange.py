@@ -12,9 +12,10 @@ from evap.app import send_error
 from evap.choice import ChoiceRun
 from evap.engine.synthetic import SyntheticText
 from evap.errors import EngineFailed
-from evap.exchange import TRANSITIONS, Exchange, Input, State
+from evap.exchange import Exchange, Input, State
 from evap.messages import Finish, ParsedRequest, SamplingParams, TokenLogprobs, TopLogprob
 from evap.protocol.api.router import dialects
+from evap.states import TRANSITIONS
 from tests.fakes import FakeCore, FakeReply, head
 
 
@@ -23,8 +24,8 @@ def exchange(**fields: Any) -> Exchange:
     request = ParsedRequest(model=None, messages=[{"role": "user", "content": "x"}], **fields)
     renderer = dialects()["chat"].renderer(request, id_suffix="x" * 24, model="m", created_s=0)
     return Exchange(
-        reply=FakeReply(FakeCore(), 1), head=head(), request=request, renderer=renderer, text=SyntheticText(), headers=(),
-        send_error=send_error, stream_buffer=1024, opened_ns=0,
+        reply=FakeReply(FakeCore(), 1), head=head(), request=request, renderer=renderer, text=SyntheticText(),
+        headers=(), send_error=send_error, stream_buffer=1024, opened_ns=0,
     )  # fmt: skip
 
 
