@@ -51,7 +51,9 @@ class Accounting:
         self._config = config
         self.model = model if len(model.encode()) <= MAX_MODEL_BYTES else model[: MAX_MODEL_BYTES // 4]
         self._slots = slots
+        self._by_delivery = config.billable == "delivered"
         self._now_ns, self._wall_ns = now_ns, wall_ns
+        self._wall_offset_ns = wall_ns() - now_ns()  # the wall clock may be set: `tick` looks at it again
         self._operations = operations.Operations()
         self._keys: keys.KeyRing | None = None
         self._accounts: dict[str, Account] = {}
@@ -229,27 +231,27 @@ class Accounting:
         """It has its slots, and the engine will hear of it next."""
         if self.table is None:
             return
-        ticket, wall_us = exchange.account, (self._wall_ns() - self._now_ns() + exchange.opened_ns) // 1000
+        ticket, request = exchange.account, exchange.request
         note = _note((
-            exchange.renderer.id, ticket.key_id, ticket.operation, self.model, wall_us, len(exchange.prompt_ids),
-            exchange.request.n,
+            exchange.renderer.id, ticket.key_id, ticket.operation, self.model,
+            (exchange.opened_ns + self._wall_offset_ns) // 1000, len(exchange.prompt_ids), request.n,
         ))  # fmt: skip
         slots = [choice.slot for choice in exchange.choices]
-        ticket.entry = self.table.open(note, slots, whole=not exchange.request.stream)
+        ticket.entry = self.table.open(note, slots, whole=not request.stream)
 
     def settled(self, exchange: Exchange, usage: Usage, now_ns: int) -> Record:
         """It is over: the one record of it. Once per exchange."""
         ticket = exchange.account
         end = end_of(exchange.ending)
-        bill = billable(self._config.billable, usage, end)
-        submitted = bool(exchange.choices)
-        id, wall = exchange.renderer.id, self._wall_ns() - now_ns
+        bill = usage.delivered if self._by_delivery else billable(self._config.billable, usage, end)
+        id, wall = exchange.renderer.id, self._wall_offset_ns
         operation = ticket.operation
         if operation:
-            kept = used_up(operation, end=end, delivered=usage.delivered, submitted=submitted)
+            kept = used_up(operation, end=end, delivered=usage.delivered, submitted=bool(exchange.choices))
             self._operations.end(ticket.key_id, operation, id, used_up=bool(kept))
             operation = kept
-        accounts.settle(ticket, charged(usage, bill))
+        if ticket.account is not None:
+            accounts.settle(ticket, charged(usage, bill))
         record = Record(
             id, ticket.key_id, operation, self.model, (exchange.opened_ns + wall) // 1000,
             (exchange.first_ns + wall) // 1000 if exchange.first_ns else 0,
@@ -274,6 +276,7 @@ class Accounting:
 
     def tick(self, open_exchanges: Sequence[Exchange]) -> None:
         """About once a second: what answers without slots have delivered by now, to slow readers."""
+        self._wall_offset_ns = self._wall_ns() - self._now_ns()
         if self.table is not None:
             for exchange in open_exchanges:
                 if exchange.account.entry >= 0 and all(c.released for c in exchange.choices):

@@ -55,6 +55,7 @@ class Steps:
         self.batches = 0
         self._table = table
         self._slowed: list[ChoiceRun] = []
+        self._left: list[ChoiceRun] = []
         #: which slots take token ids instead of text
         self._raw: BoolArray = np.zeros(rows.max_slots, np.bool_)
         self._raw_count = 0
@@ -133,10 +134,8 @@ class Steps:
         self.slots.give_back(choice.slot)
         self._to_rows.pop(choice, None)
         exchange = choice.exchange
-        if self._table is not None and exchange.account.entry >= 0:
-            emitted = choice.emitted if choice.ended else choice.computed
-            out = min(emitted, choice.delivered + choice.row_delivered)
-            self._table.released(exchange.account.entry, choice.slot, choice.computed, emitted, out)
+        if self._table is not None:
+            self._left.append(choice)
         if exchange.state is not State.RUNNING:
             self._ended[exchange] = None
 
@@ -161,6 +160,19 @@ class Steps:
             self._note_lag()
         if self._ended:
             self.settle_ended()
+        if self._left:
+            self._keep_counts()
+
+    def _keep_counts(self) -> None:
+        """Slots that were given back may be used again from here on; what is not settled keeps its counts."""
+        assert self._table is not None
+        for choice in self._left:
+            account = choice.exchange.account
+            if account.record is None and account.entry >= 0:
+                emitted = choice.emitted if choice.ended else choice.computed
+                out = min(emitted, choice.exchange.delivered(choice))
+                self._table.released(account.entry, choice.slot, choice.computed, emitted, out)
+        self._left.clear()
 
     def _note_lag(self) -> None:
         """Where tokens took the slow path, some may not be delivered yet: a successor of a killed process must know."""

@@ -26,8 +26,7 @@ _PAD: Final = 0xFFFF_FFFF
 _LENGTH: Final = struct.Struct("<I")
 
 
-def _sum(payload: bytes, position: int) -> int:
-    return crc32(payload, position & 0xFFFF_FFFF ^ 0x45564150)  # zeroed memory is no record
+_SEED: Final = 0x45564150  #: so that zeroed memory is no record
 
 
 class Journal:
@@ -55,18 +54,18 @@ class Journal:
 
     def append(self, payload: bytes) -> int:
         """Position after the record, or -1 (and nothing happens) when it does not fit."""
-        position, length = self._head, len(payload)
-        need = _HEAD.size + (length + 7 & ~7)
-        offset = position % self._size
-        skip = self._size - offset if offset + need > self._size else 0
-        if position + skip + need - self._tail > self._size:
+        position, length, size = self._head, len(payload), self._size
+        need = 16 + (length + 7 & ~7)
+        offset = position % size
+        skip = size - offset if offset + need > size else 0
+        if position + skip + need - self._tail > size:
             return -1
         if skip:
             _LENGTH.pack_into(self._memory, _START + offset, _PAD)
             position, offset = position + skip, 0
         at = _START + offset
-        self._memory[at + 16 : at + 16 + length] = payload
-        _HEAD.pack_into(self._memory, at, length, _sum(payload, position), position)
+        head = _HEAD.pack(length, crc32(payload, position & 0xFFFF_FFFF ^ _SEED), position)
+        self._memory[at : at + 16 + length] = head + payload
         self._head = position + need
         return self._head
 
@@ -109,7 +108,7 @@ def recover(path: Path) -> list[bytes]:
             continue
         length, crc, stamped = _HEAD.unpack_from(data, at)
         payload = data[at + 16 : at + 16 + length]
-        if stamped != position or len(payload) != length or _sum(payload, position) != crc:
+        if stamped != position or len(payload) != length or crc32(payload, position & 0xFFFF_FFFF ^ _SEED) != crc:
             break
         found.append(payload)
         position += _HEAD.size + (length + 7 & ~7)

@@ -37,6 +37,7 @@ _DELIVERED: Final = struct.Struct("<I")
 MAX_NOTE_BYTES: Final = ENTRY_BYTES - _ENTRY.size
 _FREE: Final = b"\0\0\0\0"
 _OPEN: Final = 1
+_NOTHING: Final = (0, 0, 0, 0)
 _WHOLE: Final = 1  #: nothing is delivered before the end
 
 
@@ -65,7 +66,11 @@ class OpenTable:
         self._at = at
         self.owner, self.computed, self.lag, self.cached = _arrays(self._memory, slots)
         self.owner[:] = -1
-        self._bases: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)] * entries
+        # Single numbers go through memoryviews: numpy takes twice as long for one.
+        cells = memoryview(self._memory)[_START : _START + 16 * slots].cast("i")
+        self._owner, self._lag, self._cached = cells[:slots], cells[2 * slots : 3 * slots], cells[3 * slots :]
+        self._slots: list[Sequence[int]] = [()] * entries
+        self._bases: list[tuple[int, int, int, int]] = [_NOTHING] * entries
         self._free = list(range(entries))
         _HEADER.pack_into(self._memory, 0, MAGIC, slots, entries)
 
@@ -79,22 +84,23 @@ class OpenTable:
             return -1
         entry = self._free.pop()
         at = self._at + entry * ENTRY_BYTES
-        self._bases[entry] = (0, 0, 0, 0)
-        self._memory[at + _ENTRY.size : at + _ENTRY.size + len(note)] = note
+        self._bases[entry], self._slots[entry] = _NOTHING, slots
         for slot in slots:
-            self.lag[slot] = self.cached[slot] = 0
-            self.owner[slot] = entry
-        _ENTRY.pack_into(self._memory, at, _OPEN, -1, 0, 0, 0, 0, _WHOLE if whole else 0, len(note))
+            self._lag[slot] = self._cached[slot] = 0
+            self._owner[slot] = entry
+        start = _ENTRY.pack(_OPEN, -1, 0, 0, 0, 0, _WHOLE if whole else 0, len(note)) + note
+        self._memory[at + 4 : at + len(start)] = start[4:]
+        self._memory[at : at + 4] = start[:4]  # now it counts
         return entry
 
     def released(self, entry: int, slot: int, computed: int, emitted: int, delivered: int) -> None:
         """The slot's counts are final, and are kept with the exchange from now on."""
         old = self._bases[entry]
-        cached = max(old[3], int(self.cached[slot]))
+        cached = max(old[3], self._cached[slot])
         base = self._bases[entry] = (old[0] + computed, old[1] + emitted, old[2] + delivered, cached)
         # A process that dies here has the counts in both places; `slot` says so.
         _BASE.pack_into(self._memory, self._at + entry * ENTRY_BYTES + 4, slot, *base)
-        self.owner[slot] = -1
+        self._owner[slot] = -1
 
     def delivered(self, entry: int, tokens: int) -> None:
         """What an exchange without slots has delivered by now: its reader is slow."""
@@ -106,11 +112,14 @@ class OpenTable:
         """The exchange is settled, and its record is in the journal."""
         at = self._at + entry * ENTRY_BYTES
         self._memory[at : at + 4] = _FREE
+        for slot in self._slots[entry]:
+            if self._owner[slot] == entry:
+                self._owner[slot] = -1
         self._free.append(entry)
 
     def release(self) -> None:
         """Let go of the memory."""
-        del self.owner, self.computed, self.lag, self.cached
+        del self.owner, self.computed, self.lag, self.cached, self._owner, self._lag, self._cached
         self._memory.close()
 
 
