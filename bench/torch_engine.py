@@ -4,9 +4,10 @@
     python -m bench.torch_engine --json out.json         more repetitions, and float32 as well
 
 All are loaded at once and take turns; median, least and greatest of the repetitions. Prompts are 32 random ids, new
-ones every time, so that no prefix cache helps; the time is from the submission to the last token, the prefill included. evap
-runs as it is served: in a process of its own, through ring and doorbell. All processes get the same environment: OpenMP
-threads spin for a short time only (see evap/engine/supervisor.py), or one engine's idle threads would disturb the next.
+ones every time, so that no prefix cache helps; the time is from the submission to the last token, the prefill included.
+evap runs as it is served: in a process of its own, through ring and doorbell. All processes get the same environment:
+OpenMP threads spin for a short time only (see evap/engine/supervisor.py), or the idle threads of one engine would
+disturb the next.
 vLLM takes part if there is a `.venv-vllm` (or `--vllm-python`), transformers if it is installed.
 """
 

@@ -38,7 +38,7 @@ class FakeEngine:
 
     @property
     def bound(self) -> int:
-        return len(self._out) + len(self._running)
+        return 2 * len(self._running)
 
     def submit(self, slot: int, generation: int, request: GenerateRequest) -> None:
         self._running[slot, generation] = (request, 0)
@@ -74,6 +74,9 @@ class FakeEngine:
             raise ValueError("a bug")
         elif what == OUT_OF_MEMORY:
             raise MemoryError
+
+    def pace(self, elapsed_ns: int) -> None:
+        assert elapsed_ns >= 0
 
     def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, MemoryError)

@@ -10,6 +10,7 @@ import torch
 from evap.engine.torch.cache import BlockPool
 from evap.engine.torch.config import ModelConfig
 from evap.engine.torch.load import BLOCK_SIZE, Loaded
+from evap.engine.torch.pacer import Pacer
 from evap.engine.torch.plan import Lane, Planner, order
 from evap.engine.torch.records import Records
 from evap.engine.torch.rope import length_variant
@@ -44,6 +45,7 @@ class Engine:
             cost_context=_cost_context(config),
             variant=lambda prompt_len, position: length_variant(config.rope, prompt_len, position),
         )
+        self._pacer = Pacer(prefill_chunk)
         self._planner = Planner(BLOCK_SIZE, loaded.device, loaded.dtype)
         self._seqs: dict[tuple[int, int], Seq] = {}
         self._rows: dict[Seq, Row] = {}
@@ -71,8 +73,8 @@ class Engine:
 
     @property
     def bound(self) -> int:
-        """Most records that the next `step` may return: what is pending, and a META and a token for each that runs."""
-        return len(self._outbox) + 2 * self.scheduler.max_running
+        """Most records that the next `step` computes: a META and a token for each that runs."""
+        return 2 * self.scheduler.max_running
 
     def warm_up(self) -> None:
         """Run a prefill and a few decoding steps: the first of each shape prepares kernels."""
@@ -112,6 +114,12 @@ class Engine:
             self.steps += 1
         records, self._outbox = self._outbox, Records()
         return records
+
+    def pace(self, elapsed_ns: int) -> None:
+        """The last step took so long: choose how much prefill the next may hold."""
+        if self.scheduler.cost > self.scheduler.budget / 2:
+            self._pacer.took(self.scheduler.cost, elapsed_ns)
+            self.scheduler.budget = self._pacer.budget
 
     @staticmethod
     def is_out_of_memory(error: Exception) -> bool:

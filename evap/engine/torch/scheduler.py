@@ -5,6 +5,7 @@ Rules:
   priority is overtaken by a bounded number of others, and none starves.
 - A request is admitted with all the blocks of its prompt, so that a prefill never has to stop half-way. The first one
   that does not fit holds up those behind it.
+- A request whose next block a running one is about to compute waits for it: n choices compute their prompt once.
 - A step computes one token of every decoding request and fills the rest of its cost budget with prefill.
 - When a decoding request needs a block and none is free, the running request of the highest rank is preempted: its
   blocks are released, and it waits again under its old rank. Its tokens so far are kept and recomputed as a prompt.
@@ -46,6 +47,7 @@ class Seq:
     hashes: list[bytes] = field(default_factory=list)
     computed: int = 0
     published: int = 0  # blocks that the pool knows by hash
+    awaits: bytes = b""  # hash of the first block that was not cached when it was last looked at
     cached: int = -1  # prompt tokens found in the cache at the first admission; -1 before that
 
     @property
@@ -89,6 +91,8 @@ class Scheduler:
         self.max_len = max_len
         self.cost_context = cost_context
         self._variant = variant
+        #: Of the last step that was scheduled.
+        self.cost = 0.0
         self._arrivals = 0
         self.waiting: list[Seq] = []  # by rank
         self.running: list[Seq] = []  # by rank
@@ -139,16 +143,31 @@ class Scheduler:
         for seq in self.running:
             if len(seq.tokens) - seq.computed > 1 and left > 0:
                 left = self._prefill(seq, left, work)
+        admitted, left = self._admissions(left, work)
+        self.cost = self.budget - left
+        return work, admitted
+
+    def _admissions(self, left: float, work: list[Work]) -> tuple[list[Seq], float]:
+        """Start waiting sequences while budget and room last. Returns those that are new, and the budget left."""
         admitted: list[Seq] = []
-        while left > 0 and self.waiting and len(self.running) < self.max_running:
-            seq = self.waiting[0]
-            if not self._admit(seq):
+        coming = {_coming(seq) for seq in self.running} - {b""}
+        for seq in list(self.waiting):
+            if left <= 0 or len(self.running) >= self.max_running:
                 break
+            if seq.awaits in coming:
+                continue
+            known = self._known(seq)
+            seq.awaits = seq.hashes[len(known)] if len(known) < len(seq.hashes) else b""
+            if seq.awaits in coming:
+                continue
+            if not self._admit(seq, known):
+                break
+            coming |= {_coming(seq)} - {b""}
             if seq.cached < 0:
                 seq.cached = seq.computed
                 admitted.append(seq)
             left = self._prefill(seq, left, work)
-        return work, admitted
+        return admitted, left
 
     def commit(self, work: Sequence[Work], sampled: Sequence[int]) -> list[Finish]:
         """Take in a step's result: `sampled` has a token for each work item with `last` (the others are ignored).
@@ -189,10 +208,13 @@ class Scheduler:
         work.append(Work(seq, seq.computed, count, last=count == missing))
         return left - count * cost
 
-    def _admit(self, seq: Seq) -> bool:
+    def _known(self, seq: Seq) -> list[int]:
+        """Cached blocks of its beginning. Without the last token: the next sample is drawn from that one's output."""
+        return self.pool.lookup(self._hashes(seq, (len(seq.tokens) - 1) // self.pool.block_size))
+
+    def _admit(self, seq: Seq, known: list[int]) -> bool:
+        """Give a waiting sequence its blocks, `known` ones first, if there are enough."""
         size = self.pool.block_size
-        # The last token is always computed: its output is what the next sample is drawn from.
-        known = self.pool.lookup(self._hashes(seq, (len(seq.tokens) - 1) // size))
         need = -(-len(seq.tokens) // size) - len(known)
         # One block is left for each that runs, or it would soon preempt the newcomer.
         if need + self.pool.idle(known) + len(self.running) > self.pool.free:
@@ -239,6 +261,11 @@ class Scheduler:
         for place in range(seq.published, full):
             self.pool.publish(seq.blocks[place], self._hashes(seq, full)[place])
         seq.published = full
+
+
+def _coming(seq: Seq) -> bytes:
+    """The hash of the next block that a prefill completes, or b""."""
+    return seq.hashes[seq.published] if seq.published < len(seq.hashes) else b""
 
 
 def _rank(seq: Seq) -> int:

@@ -45,12 +45,16 @@ class Core(Protocol):
 
     @property
     def bound(self) -> int:
-        """Most records that the next `step` may return."""
+        """Most records that the next `step` computes. It returns those that are pending as well."""
         ...
 
     def submit(self, slot: int, generation: int, request: GenerateRequest) -> None: ...
     def cancel(self, slot: int, generation: int) -> None: ...
     def step(self) -> Records: ...
+    def pace(self, elapsed_ns: int) -> None:
+        """How long the last step took, before the next."""
+        ...
+
     def is_out_of_memory(self, error: Exception) -> bool: ...
     def relieve(self) -> None:
         """After an out-of-memory: give up one request, so that it cannot go on for ever."""
@@ -131,7 +135,10 @@ def run(engine: Core, ring: RingWriter, link: Link) -> None:
         if ring.room() < engine.bound:
             time.sleep(_FULL_RING_S)  # the reader is behind: a step now could overrun it
         elif not engine.idle:
-            publish(_step(engine), engine.steps, ring, link)
+            begin = time.monotonic_ns()
+            records = _step(engine)
+            engine.pace(time.monotonic_ns() - begin)
+            publish(records, engine.steps, ring, link)
 
 
 def _obey(message: wire.ToWorker, engine: Core) -> None:
@@ -154,13 +161,24 @@ def _step(engine: Core) -> Records | None:
 
 
 def publish(records: Records | None, step: int, ring: RingWriter, link: Link) -> None:
-    """Log probabilities, records, doorbell: in this order, so that a reader of the ring finds the first there."""
-    if records is None or not len(records):
+    """Log probabilities, records, doorbell: in this order, so that a reader of the ring finds the first there.
+
+    One doorbell, unless a mass of cancels does not fit the ring at once: the rest waits for the reader then.
+    """
+    if records is None:
         return
     if records.logprobs:
         link.send(wire.LogprobBatch(records.logprobs))
-    ring.write(records.slot, records.generation, records.token, records.index, records.flags, step)
-    link.ring_bell()
+    done = 0
+    while done < len(records):
+        part = slice(done, done + ring.room())
+        if part.start == part.stop:
+            time.sleep(_FULL_RING_S)
+            continue
+        slot, generation, token = records.slot[part], records.generation[part], records.token[part]
+        ring.write(slot, generation, token, records.index[part], records.flags[part], step)
+        link.ring_bell()
+        done = part.stop
 
 
 def _die_with_parent() -> None:

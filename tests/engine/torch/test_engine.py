@@ -171,8 +171,23 @@ def test_a_step_never_publishes_more_than_it_said(make: Maker) -> None:
         it.submit(slot, 1, GenerateRequest(prompt_ids=prompt, sampling=greedy(5)))
         it.cancel(slot - 4, 1)
     while not it.idle:
-        bound = it.bound
+        bound = it.bound + len(it._outbox)
         assert len(it.step()) <= bound
+
+
+def test_slow_steps_shrink_the_prefill_chunk(make: Maker) -> None:
+    it = engine(make, chunk=128)
+    it.submit(1, 1, GenerateRequest(prompt_ids=[5] * 250, sampling=greedy(9)))
+    it.step()
+    it.pace(1_000_000_000)
+    assert it.scheduler.budget < 128
+    before = it.scheduler.budget
+    while not it.idle:
+        it.step()
+        it.pace(1)  # a prefill that is quick, then steps that say nothing about prefill
+    assert before < it.scheduler.budget <= 128
+    it.pace(1_000_000_000)
+    assert it.scheduler.budget > 64
 
 
 def test_dynamic_positions_do_not_depend_on_chunks_or_on_the_cache(make: Maker) -> None:

@@ -138,6 +138,31 @@ def test_the_prefix_cache_spares_all_but_the_last_block() -> None:
     assert it.computed == 12 + 4 + 12
 
 
+def test_choices_of_one_prompt_compute_it_once() -> None:
+    it = machine(max_running=4, budget=16)
+    for slot in range(3):
+        it.scheduler.add(slot, 0, request(list(range(1, 42)), 1), EOS)
+    it.scheduler.add(3, 0, request([1, 2], 1), EOS)
+    it.step()
+    assert [seq.slot for seq in it.scheduler.running] == [0]  # the budget is spent
+    it.drain()
+    assert it.computed == 41 + 2 * 1 + 2
+    assert list(it.ended) == [0, 3, 1, 2]  # 3 has another prompt and need not wait
+
+
+def test_who_waits_for_a_block_does_not_hold_up_others_and_is_not_forgotten() -> None:
+    it = machine(max_running=4, budget=16)
+    first = it.scheduler.add(0, 0, request(list(range(1, 42)), 1), EOS)
+    it.step()
+    it.scheduler.add(1, 0, request(list(range(1, 42)), 1), EOS)
+    it.scheduler.add(2, 0, request([9, 9], 1), EOS)
+    it.scheduler.budget = 40
+    it.scheduler.end(first)  # cancelled: nobody computes what 1 would have waited for
+    it.end(first, Finish.CANCELLED)
+    it.drain()
+    assert list(it.ended) == [0, 1, 2]
+
+
 def test_the_answer_is_cached_too_for_the_next_turn() -> None:
     it = machine()
     it.scheduler.add(1, 0, request([1, 2, 3], 9, ignore_eos=True), EOS)
