@@ -89,6 +89,16 @@ class App:
             case PeerGone():
                 pass
 
+    def admit(self, head: RequestHead) -> EvapError | None:
+        """Why a request needs no body to be refused: no such route, no key. Asked before an upload begins."""
+        try:
+            if not route(head.method, head.path).public:
+                self._dispatch.accounting.authenticate(head)
+        except EvapError as error:
+            self._metrics.answered(wire_code(error)[0])
+            return error
+        return None
+
     def _request(self, reply: Reply, head: RequestHead, body: bytes) -> None:
         try:
             found = route(head.method, head.path)

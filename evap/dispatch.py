@@ -93,6 +93,12 @@ class Dispatch:
         self._ids: list[str] = []
         self._secret = os.urandom(32)
 
+    def engine_ready(self) -> None:
+        """The engine says what it is, now or again."""
+        info = self.replica.info
+        self.steps.grow(info.vocab_size)
+        self.text.limit_tokens = info.max_model_len - 1
+
     # A request comes in
 
     def generate(

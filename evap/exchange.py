@@ -123,6 +123,8 @@ class Exchange:
         if self.rows_allowed:
             for choice in self.choices:
                 choice.row = self.renderer.row(choice.index)
+                # Made now, while it knows where the prompt ends: a prompt may end inside a character or before a word.
+                self._detokenizer(choice)
 
     # Tokens in
 

@@ -32,6 +32,7 @@ from evap.heartbeat import Heartbeat
 from evap.messages import ReplicaState
 from evap.metrics import Metrics
 from evap.protocol.rows import RowTable
+from evap.protocol.tls import ServerTls
 from evap.protocol.transport import Hub
 
 logger = logging.getLogger("evap.server")
@@ -97,9 +98,11 @@ class Server:
         return accounting
 
     def _reload(self) -> None:
-        """SIGHUP: the key file is read again."""
+        """SIGHUP: the key file and the certificate are read again; nothing running notices."""
         if self.accounting is not None:
             self.accounting.reload()
+        if self.tls is not None:
+            self.tls.reload()
 
     async def _build(self) -> Built:
         if self.config.engine.engine == "synthetic":
@@ -107,7 +110,8 @@ class Server:
         return await self._loop.run_in_executor(None, build, self.config.engine, self._loop)
 
     async def _serve(self, listening: socket.socket, built: Built) -> int:
-        tls = self._tls()
+        self.tls = self._tls()
+        tls = self.tls.context if self.tls is not None else None
         self._assemble(built)
         server = await self._loop.create_server(self.hub.protocol, sock=listening, ssl=tls, backlog=4096)
         tickers = [self._loop.create_task(work()) for work in (self._tick, self._watch)]
@@ -144,6 +148,7 @@ class Server:
             background=lambda work, back: self._in_thread(self._readers, work, back),
         )  # fmt: skip
         self.hub = Hub(config.protocol, on_event=self.app.on_event, loop=self._loop)
+        self.hub.shared.admit = self.app.admit
         built.replica.listen(self.dispatch.steps.on_batch, self._engine_state)
         self._gauges()
 
@@ -230,13 +235,11 @@ class Server:
             raise _bind_error(error, server.host, server.port) from None
         return listening
 
-    def _tls(self) -> ssl.SSLContext | None:
+    def _tls(self) -> ServerTls | None:
         server = self.config.server
         if not (server.tls or server.tls_cert or server.tls_key):
             return None
-        from evap.protocol import tls  # noqa: PLC0415 - cryptography is not imported for h2c
-
-        return tls.server_context(server)
+        return ServerTls(server)
 
     async def _start_engine(self, built: Built) -> bool:
         """True once it is ready; False when a signal came first."""
@@ -254,7 +257,7 @@ class Server:
 
     def _engine_state(self, state: ReplicaState, line: str) -> None:
         if state is ReplicaState.READY:
-            self.dispatch.steps.grow(self.dispatch.replica.info.vocab_size)
+            self.dispatch.engine_ready()
         if state is ReplicaState.FAILED:
             logger.error("engine: %s", line)
         elif line:

@@ -26,6 +26,7 @@ UNMIRRORED = {
 #: Parts of one thing that are tested together, where their seam would only be in the way: file -> its test file.
 TESTED_BY: dict[str, str] = {
     "states.py": "test_exchange.py",
+    "protocol/rowplan.py": "protocol/test_rows.py",
 }
 
 

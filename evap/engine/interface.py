@@ -98,6 +98,8 @@ class Text(Protocol):
     vocab_size: int
     eos_ids: frozenset[int]
     fragments: Fragments | None
+    #: Prompts of more tokens may be refused (ContextOverflow) before they are tokenized to their end; 0: no limit.
+    limit_tokens: int
 
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt, with the tokenizer's own special tokens (BOS) if it adds any."""

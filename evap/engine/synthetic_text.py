@@ -137,6 +137,7 @@ class SyntheticText:
 
     vocab_size: int = len(VOCABULARY)
     eos_ids: frozenset[int] = frozenset({EOS})
+    limit_tokens: int = 0  # bytes are tokens here: nothing is gained by looking early
     fragments: Fragments | None = fragment_table(VOCABULARY, _HIDDEN)
 
     def encode(self, text: str) -> list[int]:
