@@ -58,6 +58,9 @@ struct World {
     void (*observer)() = nullptr;
 };
 inline thread_local World world;
+// Set for good by the first launch that needs fibres. Until then a store is a store: no look at thread-local state,
+// which would cost more than the rest of the counting.
+static bool fibres_in_use = false;
 
 inline u64 draw(u64 below) {  // splitmix64
     u64 z = world.random += 0x9E3779B97F4A7C15ull;
@@ -102,15 +105,15 @@ inline void ask(Ask what) {
 }
 
 inline void store(void* at, u64 value, u8 size) {
-    const Store s{at, value, size, world.thread.x, world.epoch};
-    if (!world.model) return make_visible(s);
+    const Store s{at, value, size, fibres_in_use ? world.thread.x : 0, fibres_in_use ? world.epoch : 0};
+    if (!fibres_in_use || !world.model) return make_visible(s);
     world.waiting.push_back(s);
     ask(Ask::store);
 }
 
 inline void fence() {
     __atomic_thread_fence(__ATOMIC_ACQ_REL);
-    if (world.model && !world.no_fences) ask(Ask::fence);
+    if (fibres_in_use && world.model && !world.no_fences) ask(Ask::fence);
 }
 
 inline void fibre_main() {
@@ -161,6 +164,7 @@ inline void launch(u32 blocks, u32 threads, std::function<void()> kernel) {
     world.kernel = std::move(kernel);
     world.block_size.x = threads;
     world.fibred = threads > 1 || world.model;
+    if (world.fibred) fibres_in_use = true;
     std::vector<u32> order(blocks);
     for (u32 b = 0; b < blocks; b++) order[b] = b;
     if (world.fibred)
@@ -184,7 +188,7 @@ using evap_shim::launch;
 #define blockDim (evap_shim::world.block_size)
 
 inline void __syncthreads() {
-    if (evap_shim::world.fibred) evap_shim::ask(evap_shim::Ask::barrier);
+    if (evap_shim::fibres_in_use && evap_shim::world.fibred) evap_shim::ask(evap_shim::Ask::barrier);
 }
 inline void atomicAdd(u32* at, u32 value) { *at += value; }
 inline void st_host(u64* at, u64 value) { evap_shim::store(at, value, 8); }
