@@ -101,9 +101,7 @@ def tables(path: Path) -> dict[str, _Table]:
 
 def _table(path: Path, name: str, fields: Any) -> _Table:
     if not _NAME(name):
-        raise StartupError(
-            f"{path}: {echo(name)!r} is no name for a key", remedy="letters, digits, - and _, at most 64"
-        )
+        raise StartupError(f"{path}: {echo(name)!r} is no key name", remedy="letters, digits, - and _, at most 64")
     try:
         table = msgspec.convert(fields, _Table)
     except msgspec.ValidationError as error:
@@ -131,6 +129,8 @@ def _key(name: str, table: _Table) -> Key:
 
 def create(path: Path, name: str, settings: Mapping[str, object]) -> str:
     """Add a key to the file (made if there is none); its secret, which is nowhere else. Raises StartupError."""
+    if not _NAME(name):
+        raise StartupError(f"{echo(name)!r} is no key name", remedy="letters, digits, - and _, at most 64")
     text = path.read_text() if path.exists() else ""
     if path.exists() and name in tables(path):
         raise StartupError(f"{path} has a key '{name}' already", remedy="choose another name, or revoke that one")
