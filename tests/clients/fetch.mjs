@@ -10,7 +10,7 @@ const messages = [{ role: "user", content: "canary:fetch please" }];
 const streamed = await (await ask({ messages, max_tokens: 30, stream: true })).text();
 const whole = await (await ask({ messages, max_tokens: 30 })).json();
 const controller = new AbortController();
-const left = await ask({ messages, max_tokens: 100000, stream: true }, controller.signal);
+const left = await ask({ messages, max_tokens: 100000, ignore_eos: true, stream: true }, controller.signal);
 await left.body.getReader().read();
 controller.abort();
 console.log(JSON.stringify({ streamed, whole: whole.choices[0].message.content }));

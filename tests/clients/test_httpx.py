@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -12,7 +13,10 @@ from tests.clients.asking import SOON_S, chat, eventually, running, said, text_o
 from tests.support import Server
 
 JSON = {"content-type": "application/json"}
-KINDS = {"HTTP/1.1": {"http1": True, "http2": False}, "HTTP/2": {"http1": False, "http2": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "HTTP/1.1": {"http1": True, "http2": False},
+    "HTTP/2": {"http1": False, "http2": True},
+}
 
 
 @pytest.fixture(params=KINDS)
@@ -66,7 +70,7 @@ def _trusting() -> ssl.SSLContext:
 def test_leaving_an_http_1_stream_early(start_server: Callable[..., Server]) -> None:
     server = start_server("--synthetic-step-ms", "5")
     with httpx.Client(base_url=server.url, headers=JSON, timeout=SOON_S) as client:
-        with client.stream("POST", "/v1/chat/completions", content=chat("left", 100_000)) as stream:
+        with client.stream("POST", "/v1/chat/completions", content=chat("left", 100_000, ignore_eos=True)) as stream:
             next(stream.iter_bytes())
         eventually(running(server, 0), "the answer is still being generated")
         assert client.get("/health").status_code == 200

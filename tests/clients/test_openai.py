@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.clients.asking import SOON_S, eventually, running, said
 from tests.support import Server
 
-HTTP2 = {"http1": False, "http2": True}
+HTTP2: dict[str, Any] = {"http1": False, "http2": True}
 
 
 @pytest.fixture(params=["default", "http2"])
@@ -59,7 +60,9 @@ def test_an_early_break_stops_the_engine(start_server: Callable[..., Server], ki
     server = start_server("--synthetic-step-ms", "5")
     http = openai.DefaultHttpxClient(**HTTP2) if kind == "http2" else None
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SOON_S, http_client=http) as client:
-        stream = client.completions.create(model="synthetic", prompt="canary:go", max_tokens=100_000, stream=True)
+        stream = client.completions.create(
+            model="synthetic", prompt="canary:go", max_tokens=100_000, stream=True, extra_body={"ignore_eos": True}
+        )
         next(iter(stream))
         assert running(server, 1)()
         stream.close()
