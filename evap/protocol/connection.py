@@ -49,6 +49,7 @@ class Http2Core:
         self.shared = shared if shared is not None else Shared()
         self.wake: Callable[[], None] | None = None
         self.rows: RowsHost | None = None
+        self.direct: Callable[[bytes | memoryview], int] | None = None
         self.streams: dict[int, Stream] = {}
         self.conn = ServerConnection(config)
         self.budgets = Budgets(config)
@@ -270,10 +271,15 @@ class Http2Core:
         if conn.outbound_flow_control_window < charge or not self.writable:
             return False
         conn.outbound_flow_control_window -= charge
-        self.outbox.pull()
-        self.outbox.append(data)
         self.budgets.window.give(WINDOW_CREDIT * frames)
-        self._notify()
+        outbox = self.outbox
+        outbox.pull()
+        if self.direct is None or outbox.out or outbox.pending or self.writes.queued:
+            outbox.append(data)
+            self._notify()
+        elif self.direct(data):
+            self.writes.given(len(data))
+            self._notify()  # for `written` to hear what is queued
         return True
 
     # --- inside ---

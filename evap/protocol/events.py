@@ -182,6 +182,9 @@ class RowCore(Protocol):
     """What an HTTP/2 core offers to a RowsHost. stream_id is `reply.stream_id`."""
 
     rows: RowsHost | None
+    #: Set by the shell: writes to the socket at once and returns the octets that are queued after it. Rows go this way
+    #: when nothing else waits: a step then costs a connection one call and one system call.
+    direct: Callable[[bytes | memoryview], int] | None
 
     @property
     def connection_window(self) -> int: ...

@@ -66,6 +66,7 @@ class Http1Core:
     ) -> None:  # fmt: skip
         self.wake: Callable[[], None] | None = None
         self.rows: Any = None
+        self.direct: Callable[[bytes | memoryview], int] | None = None
         self.phase = Phase.READ
         #: Close without flushing: the peer takes nothing, or must not take a broken-off response for complete.
         self.aborting = False
@@ -239,7 +240,11 @@ class Http1Core:
         """Whole step of rows, or nothing (False) while the transport is backed up."""
         if not self.writable:
             return False
-        self.emit(data)
+        if self.direct is None or self._out:
+            self.emit(data)
+        elif self.direct(data):
+            self._given += len(data)
+            self._call_wake()  # for `written` to hear what is queued
         return True
 
     def append_raw(self, data: Any, frames: int = 1) -> None:

@@ -275,8 +275,16 @@ class ServerProtocol(asyncio.Protocol):
             # limit of 0 would be reached by an empty buffer.)
             self._transport.set_write_buffer_limits(high=1 if self._tls else 0, low=0)
         core.wake = self._wake
+        if self._fd >= 0:
+            core.direct = self._direct
         self._core = core
         return core
+
+    def _direct(self, data: bytes | memoryview) -> int:
+        transport = self._transport
+        if transport is None or self.said_bye:
+            return 0  # nobody is there any more
+        return sockets.write(transport, self._fd, (data,))
 
     def _wake(self) -> None:
         if not self._marked:
