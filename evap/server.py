@@ -18,6 +18,7 @@ import ssl
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 from evap import banner, logs
@@ -39,8 +40,17 @@ logger = logging.getLogger("evap.server")
 #: threads that tokenize large prompts
 POOL_THREADS: Final = 2
 EXIT_FORCED: Final = 1
+#: what an engine may count of itself
+ENGINE_COUNTERS: Final = {
+    "restarts": "Starts of an engine after it had died",
+    "mismatches": "Requests whose tokens differ from what the engine itself says of them",
+}
 #: An exchange makes some hundred objects and few cycles; the default of 700 would collect every few requests.
 GC_THRESHOLDS: Final = (20_000, 50, 100)
+
+
+def _counter(owner: object, name: str) -> float:
+    return float(getattr(owner, name))
 
 
 def run(config: Config) -> int:
@@ -172,6 +182,9 @@ class Server:
             "Connections closed for breaking the protocol",
             lambda: float(self.hub.shared.violations),
         )
+        for name, text in ENGINE_COUNTERS.items():
+            if hasattr(dispatch.replica, name):
+                self.metrics.counters[f"engine_{name}"] = (text, partial(_counter, dispatch.replica, name))
         self.metrics.gauges.update(dispatch.accounting.gauges())
         self.metrics.counters.update(dispatch.accounting.counters())
 

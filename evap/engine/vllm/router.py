@@ -66,6 +66,14 @@ class Router:
     def adapters(self) -> tuple[str, ...]:
         return tuple(getattr(self.replicas[0], "adapters", ()))
 
+    @property
+    def restarts(self) -> int:
+        return sum(getattr(replica, "restarts", 0) for replica in self.replicas)
+
+    @property
+    def mismatches(self) -> int:
+        return sum(getattr(replica, "mismatches", 0) for replica in self.replicas)
+
     def listen(self, on_batch: OnBatch, on_state: OnState) -> None:
         self._on_batch, self._on_state = on_batch, on_state
         for number, replica in enumerate(self.replicas):

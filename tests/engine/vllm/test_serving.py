@@ -232,3 +232,5 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(small: Server) -> None:
     assert until(lambda: httpx.get(f"{small.url}/ready").status_code == 200, 180)
     answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": "x", "max_tokens": 4, "ignore_eos": True})
     assert answer.json()["usage"]["completion_tokens"] == 4
+    assert gauge(small, "engine_restarts_total") == 1
+    assert gauge(small, "engine_mismatches_total") == 0
