@@ -81,8 +81,8 @@ class DeviceMeter:
     """`MeterWriter` by the kernels on the device, for the stream that is CuPy's current one at each call.
 
     page, ring: host memory that holds the (possibly used) page and ring; page_pointer, ring_pointer: where the device
-    finds them (ring_pointer 0: no ring). The time stamps are the device's: `now_ns` is ignored, and the page's epoch
-    must be a reading of `device_clock_ns`.
+    finds them (ring_pointer 0: no ring). The time stamps are the device's and `now_ns` is ignored: either the page's
+    epoch is a reading of `device_clock_ns`, or `calibrate` is called before the first step.
     """
 
     def __init__(
@@ -98,6 +98,15 @@ class DeviceMeter:
         self._count = np.int32(len(self._host.slots))
         self._page, self._ring, self._capacity = np.uint64(page_pointer), np.uint64(ring_pointer), np.uint32(capacity)
         self._joins: Any = None
+
+    def calibrate(self, now_ns: int) -> None:
+        """Put the device's stamps on the clock of the page's epoch, which reads `now_ns`. Synchronises the device.
+
+        Good to the time of one small launch and copy (tens of us), less the drift since.
+        """
+        epoch = int(device_clock_ns()[0]) - (now_ns - int(self._host.page[layout.WORD_EPOCH_DEVICE_NS]))
+        at = layout.METER_DTYPE.itemsize - 8  # the last field
+        self._meter[at : at + 8] = self._cupy.asarray(np.array([epoch & 0xFFFF_FFFF_FFFF_FFFF], "<u8").view(np.uint8))
 
     def begin(self, joins: Sequence[Join], now_ns: int = 0) -> None:
         table = np.array(joins, np.int64).reshape(-1, len(layout.JOIN_FIELDS)).astype(np.int32)
@@ -118,8 +127,8 @@ class DeviceMeter:
         )
 
     def step(self, slots: Any, tokens: Any, counts: Any, now_ns: int = 0, *, ring: bool = True) -> None:
-        """As MeterWriter says; numpy arrays are copied to the device first."""
-        wide = tokens.dtype == np.int64
+        """As MeterWriter says. numpy arrays are copied to the device; torch tensors there are taken."""
+        wide = str(tokens.dtype).rpartition(".")[2] == "int64"
         rows, width = tokens.shape
         self._batch = [
             None if a is None else self._cupy.ascontiguousarray(self._cupy.asarray(a, d))

@@ -77,6 +77,22 @@ def test_launches_do_what_the_model_does(cupy: FakeCupy) -> None:
     assert records_of(RingReader(ring, CAPACITY).poll()) == reference.records
 
 
+def test_stamps_are_put_on_the_clock_of_the_page(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, _ = new_memory(SLOTS, 1)
+    meter = DeviceMeter(page, address(page))
+    cupy.clock_ns = 50_000_000_000
+    monkeypatch.setattr(cupy_reader, "device_clock_ns", lambda: np.array([cupy.clock_ns], np.uint64))
+    meter.calibrate(EPOCH_NS + 3_000_000)
+    cupy.clock_ns += 1_000_000
+    meter.begin([Join(0, 1, 5)])
+    meter.step(int32([0], (1,)), int32([7], (1, 1)), None)
+    row = PageReader(page).row(0)
+    assert row is not None
+    assert row.first_us == 4000
+    assert layout.METER_DTYPE.names is not None
+    assert layout.METER_DTYPE.names[-1] == "epoch_ns"
+
+
 def test_a_ring_that_one_step_could_lap_is_refused(cupy: FakeCupy) -> None:
     page, ring = new_memory(SLOTS, 4)
     meter = DeviceMeter(page, address(page), ring, address(ring), 4)

@@ -57,7 +57,9 @@ def _writer(spec: dict[str, Any], device: str) -> Any:
     writers = importlib.import_module(spec["module"])
     if device == "cuda":
         reader = importlib.import_module(spec["device_module"])
-        return reader.DeviceMeter(page, reader.PinnedMemory(page).device_pointer)
+        meter = reader.DeviceMeter(page, reader.PinnedMemory(page).device_pointer)
+        meter.calibrate(time.monotonic_ns())
+        return meter
     build = importlib.import_module(spec["build_module"])
     try:
         return writers.CompiledMeter(build.host_library(), page)
