@@ -58,6 +58,9 @@ class ProtocolConfig:
         1 << 30, "request bytes held by all connections together (503 beyond)", low=1 << 20
     )
     stream_buffer_bytes: int = opt(64 << 10, "unread bytes held for a slow reader before its tokens coalesce", low=1024)
+    coalesce_ms: float = opt(
+        0.0, "hold tokens for so long that several go out in one write; 0: each step at once", low=0
+    )
     stall_timeout_s: float = opt(30.0, "seconds a reader may take no byte before its stream is cancelled", low=0.05)
     preface_timeout_s: float = opt(
         10.0, "seconds for the first request line, or the HTTP/2 preface and SETTINGS", low=0.05

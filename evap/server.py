@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import signal
@@ -24,14 +23,16 @@ from typing import Any, Final
 from evap import banner, logs
 from evap.accounting import Accounting
 from evap.app import App, send_error
+from evap.coalesce import Coalescer
 from evap.config import Config, EngineConfig
 from evap.dispatch import Dispatch, Shell
 from evap.engines import Built, build
-from evap.errors import Draining, StartupError
+from evap.errors import Draining
 from evap.exchange import Exchange
 from evap.heartbeat import Heartbeat
 from evap.messages import ReplicaState
 from evap.metrics import Metrics
+from evap.protocol import sockets
 from evap.protocol.rows import RowTable
 from evap.protocol.tls import ServerTls
 from evap.protocol.transport import Hub
@@ -86,7 +87,7 @@ class Server:
         for name in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(name, self._signalled, name)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
-        listening = self._bind()
+        listening = sockets.listen(self.config.server.host, self.config.server.port)
         try:
             built = await self._build()
             self.accounting = accounting = await self._open_accounting(built.model)
@@ -159,7 +160,10 @@ class Server:
         )  # fmt: skip
         self.hub = Hub(config.protocol, on_event=self.app.on_event, loop=self._loop)
         self.hub.shared.admit = self.app.admit
-        built.replica.listen(self.dispatch.steps.on_batch, self._engine_state)
+        on_batch = self.dispatch.steps.on_batch
+        if config.protocol.coalesce_ms:
+            on_batch = Coalescer(config.protocol.coalesce_ms / 1e3, on_batch, self._loop.call_later).on_batch
+        built.replica.listen(on_batch, self._engine_state)
         self._gauges()
 
     def _gauges(self) -> None:
@@ -231,22 +235,6 @@ class Server:
             )  # fmt: skip
 
     # Start
-
-    def _bind(self) -> socket.socket:
-        """The listening socket. Raises StartupError when the address is taken or not ours."""
-        server = self.config.server
-        try:
-            family, kind, proto, _, address = socket.getaddrinfo(
-                server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listening = socket.socket(family, kind, proto)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(4096)
-            listening.setblocking(False)
-        except OSError as error:
-            raise _bind_error(error, server.host, server.port) from None
-        return listening
 
     def _tls(self) -> ServerTls | None:
         server = self.config.server
@@ -339,11 +327,3 @@ class Server:
 
 def _slots(engine: EngineConfig) -> int:
     return min(1 << 16, engine.max_running + engine.max_queued + engine.max_choices)
-
-
-def _bind_error(error: OSError, host: str, port: int) -> StartupError:
-    if error.errno == errno.EADDRINUSE:
-        return StartupError(f"port {port} on {host} is taken", remedy="--port 0 picks a free one")
-    if error.errno == errno.EACCES:
-        return StartupError(f"port {port} needs more rights than this user has", remedy="a --port above 1023")
-    return StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}", remedy="--host 127.0.0.1")

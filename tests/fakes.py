@@ -162,6 +162,8 @@ class FakeLoop:
             self.now = max(self.now, when)
             callback()
             calls -= 1
+        if calls:
+            self.now = until
 
 
 class _Handle:

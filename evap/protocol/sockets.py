@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from evap.errors import Overloaded
+from evap.errors import Overloaded, StartupError
 from evap.protocol.headers import error_body
 
 _BODY: Final = error_body(Overloaded("too many connections"))
@@ -60,3 +61,31 @@ def address(peername: object) -> str:
         host, port = peername[:2]
         return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
     return str(peername or "")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises StartupError when the address is taken or not ours."""
+    try:
+        family, kind, proto, _, place = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise _explain(error, host, port) from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(4096)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        raise _explain(error, host, port) from None
+    return listening
+
+
+def _explain(error: OSError, host: str, port: int) -> StartupError:
+    if error.errno == errno.EADDRINUSE:
+        return StartupError(f"port {port} on {host} is taken", remedy="--port 0 picks a free one")
+    if error.errno == errno.EACCES:
+        return StartupError(f"port {port} needs more rights than this user has", remedy="a --port above 1023")
+    return StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}", remedy="--host 127.0.0.1")

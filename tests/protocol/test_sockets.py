@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from evap.errors import StartupError
 from evap.protocol import sockets
 
 
@@ -81,3 +82,16 @@ def test_addresses() -> None:
     assert sockets.address(("::1", 80, 0, 0)) == "[::1]:80"
     assert sockets.address("") == ""
     assert sockets.address(None) == ""
+
+
+def test_a_taken_port_is_said_with_a_remedy() -> None:
+    with sockets.listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(StartupError, match=f"port {port} on 127.0.0.1 is taken") as caught:
+            sockets.listen("127.0.0.1", port)
+    assert "--port 0" in caught.value.remedy
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with pytest.raises(StartupError, match="cannot listen"):
+        sockets.listen("no such host.invalid", 0)
