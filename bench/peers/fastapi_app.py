@@ -54,7 +54,9 @@ async def stream(request: ChatRequest) -> AsyncIterator[str]:
     name, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
 
     def event(delta: Delta, reason: str | None = None) -> str:
-        chunk = Chunk(id=name, created=created, model="synthetic", choices=[Choice(index=0, delta=delta, finish_reason=reason)])
+        chunk = Chunk(
+            id=name, created=created, model="synthetic", choices=[Choice(index=0, delta=delta, finish_reason=reason)]
+        )
         return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
 
     yield event(Delta(role="assistant", content=""))
