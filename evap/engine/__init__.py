@@ -1,1 +1,1 @@
-"""TODO."""
+"""Requests -> tokens: models, text, and the engines behind one interface; knows no HTTP and no price."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The embedded engine: continuous batching and a paged KV cache for Llama-family models, in its own process."""
