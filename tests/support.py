@@ -23,12 +23,12 @@ _READY: Final = re.compile(r"ready at (?P<url>https?://\S+:(?P<port>\d+)) in ")
 
 
 class Server:
-    """`python -m evap serve ARGS`. `url` has no slash at its end; `log` is all it has written, stdout and stderr."""
+    """`python -m evap serve ARGS`, or `module` in evap's place. `url` has no slash at its end; `log` is stdout and stderr."""
 
-    def __init__(self, *args: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *args: str, env: Mapping[str, str] | None = None, module: tuple[str, ...] = ("evap",)) -> None:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("EVAP_") or k == "EVAP_CACHE_DIR"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "evap", "serve", *args],
+            [sys.executable, "-m", *module, "serve", *args],
             cwd=ROOT, env={**clean, "PYTHONUNBUFFERED": "1", **(env or {})}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
