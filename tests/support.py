@@ -23,7 +23,7 @@ _READY: Final = re.compile(r"ready at (?P<url>https?://\S+:(?P<port>\d+)) in ")
 
 
 class Server:
-    """`python -m evap serve ARGS`, or `module` in evap's place. `url` has no slash at its end; `log` is stdout and stderr."""
+    """`python -m evap serve ARGS`, or `module` in its place. `url` ends without a slash; `log`: stdout and stderr."""
 
     def __init__(self, *args: str, env: Mapping[str, str] | None = None, module: tuple[str, ...] = ("evap",)) -> None:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("EVAP_") or k == "EVAP_CACHE_DIR"}
