@@ -21,7 +21,7 @@ from evap.protocol.events import WindowOpened as Opened
 from evap.protocol.gate import Gate, Violation
 from evap.protocol.h2seam import ServerConnection
 from evap.protocol.inbound import Inbound
-from evap.protocol.limits import GOODBYE_NS, HIGH_WATER, NEVER, WINDOW_CREDIT, Budgets, Shared, WriteProgress, to_ns
+from evap.protocol.limits import GOODBYE_NS, HIGH_WATER, NEVER, Budgets, Shared, WriteProgress, to_ns
 from evap.protocol.outbox import Outbox
 from evap.protocol.stream import Action, Input, State, Stream
 
@@ -50,6 +50,7 @@ class Http2Core:
         self.wake: Callable[[], None] | None = None
         self.rows: RowsHost | None = None
         self.direct: Callable[[bytes | memoryview], int] | None = None
+        self.row_frames = 0  # rows sent that the WINDOW_UPDATE budget has not been credited for yet
         self.streams: dict[int, Stream] = {}
         self.conn = ServerConnection(config)
         self.budgets = Budgets(config)
@@ -267,12 +268,12 @@ class Http2Core:
             stream.h2.outbound_flow_control_window -= n
 
     def take_rows(self, data: bytes | memoryview, frames: int, charge: int) -> bool:
-        conn = self.conn
+        # Once per connection and engine step: what is written out here is what properties and calls would cost.
+        conn, outbox = self.conn, self.outbox
         if conn.outbound_flow_control_window < charge or not self.writable:
             return False
         conn.outbound_flow_control_window -= charge
-        self.budgets.window.give(WINDOW_CREDIT * frames)
-        outbox = self.outbox
+        self.row_frames += frames
         outbox.pull()
         if self.direct is None or outbox.out or outbox.pending or self.writes.queued:
             outbox.append(data)

@@ -13,7 +13,7 @@ from evap.protocol.gate import Frame, SettingsFilter, Violation
 from evap.protocol.h2seam import SettingsAcknowledged, StreamReset
 from evap.protocol.hpack_in import Fields, OversizedList
 from evap.protocol.hpack_out import CONTINUE, NO_TABLE
-from evap.protocol.limits import MAX_FRAME, TINY_DATA, to_ns
+from evap.protocol.limits import MAX_FRAME, TINY_DATA, WINDOW_CREDIT, to_ns
 from evap.protocol.request_head import Head, Malformed, check_trailers, parse
 from evap.protocol.stream import Action, Input, State, Stream
 
@@ -252,6 +252,8 @@ class Inbound:
 
     def _window_update(self, frame: Frame) -> None:
         core, sid = self._core, frame.sid
+        core.budgets.window.give(WINDOW_CREDIT * core.row_frames)
+        core.row_frames = 0
         if not core.budgets.window.take(core.now_ns):
             raise Violation(code.ENHANCE_YOUR_CALM, "too many WINDOW_UPDATE frames")
         if sid and self._conn.is_idle(sid):

@@ -284,7 +284,7 @@ class ServerProtocol(asyncio.Protocol):
         transport = self._transport
         if transport is None or self.said_bye:
             return 0  # nobody is there any more
-        return sockets.write(transport, self._fd, (data,))
+        return sockets.write_one(transport, self._fd, data)
 
     def _wake(self) -> None:
         if not self._marked:
