@@ -88,7 +88,10 @@ def encode_bytes(data: bytes) -> list[int]:
     """Ids whose bytes, joined, are `data`: known words are one token, all else is one token a byte."""
     ids: list[int] = []
     known = _IDS.get
-    for piece in _WORDS.findall(data):
+    for match in _WORDS.finditer(
+        data
+    ):  # not findall: one call over 30 MB would hold the GIL, and the loop, for a second
+        piece = match[0]
         i = known(piece)
         if i is None:
             ids.extend(piece)

@@ -215,6 +215,12 @@ class FixedBody:
     def done(self) -> bool:
         return self._left == 0
 
+    def direct(self, size: int) -> int:
+        """How many of `size` bytes that arrive now are the body's, so that they need not go through a buffer."""
+        taken = min(size, self._left)
+        self._left -= taken
+        return taken
+
     def feed(self, buffer: bytearray) -> list[bytes]:
         part = bytes(memoryview(buffer)[: self._left])
         del buffer[: len(part)]
@@ -238,6 +244,10 @@ class ChunkedBody:
         self._crlf = False  # a chunk's data is complete, its CRLF is not
         self._small = 0
         self._trailer = -1  # bytes of trailers seen; -1 before the last chunk
+
+    def direct(self, size: int) -> int:
+        """Nothing: all of it is mixed with framing."""
+        return 0
 
     def feed(self, buffer: bytearray) -> list[bytes]:
         """Body bytes; consumes them and their framing. Raises Refused (BodyTooLarge as soon as a size says so)."""

