@@ -2,8 +2,8 @@
 
     python -m bench.latency --quick --json -
 
-A paced synthetic engine (a step every 10 ms), 64 and 512 streams on 8 connections, windows open. `socket_us`: from the
-step's batch to the return of the last write of that step. `client_us`: to the moment a client process has read a
+A paced synthetic engine (a step every 10 ms); 64 streams on 1 and on 8 connections, 512 on 8; windows open.
+`socket_us`: from the step's batch to the return of the last write of that step. `client_us`: to the moment a client process has read a
 token. `jitter_us`: how much the gap between two tokens of a stream differs from the gap between their engine steps.
 Client and server share a clock (CLOCK_MONOTONIC) and, on a small machine, the cores.
 """
@@ -29,7 +29,9 @@ import h2.settings
 
 from bench.measure import Process, emit, free_port, machine, say, versions
 
-CONNECTIONS, STEP_MS = 8, 10.0
+STEP_MS = 10.0
+#: (streams, connections)
+SHAPES = ((64, 1), (64, 8), (512, 8))
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
@@ -86,9 +88,9 @@ class Client:
         return bool(data) and self.open > 0
 
 
-def drive(port: int, streams: int, tokens: int) -> list[list[int]]:
+def drive(port: int, streams: int, connections: int, tokens: int) -> list[list[int]]:
     """Arrival times of each stream's tokens."""
-    clients = [Client(port, streams // CONNECTIONS, tokens) for _ in range(CONNECTIONS)]
+    clients = [Client(port, streams // connections, tokens) for _ in range(connections)]
     selector = selectors.DefaultSelector()
     for client in clients:
         selector.register(client.sock, selectors.EVENT_READ, client)
@@ -103,7 +105,7 @@ def drive(port: int, streams: int, tokens: int) -> list[list[int]]:
     return [times for client in clients for times in client.arrivals.values()]
 
 
-def measure(streams: int, tokens: int) -> dict[str, Any]:
+def measure(streams: int, connections: int, tokens: int) -> dict[str, Any]:
     """One server, one run."""
     with tempfile.TemporaryDirectory() as folder:
         stamps, port = Path(folder) / "stamps", free_port()
@@ -114,9 +116,9 @@ def measure(streams: int, tokens: int) -> dict[str, Any]:
         ])  # fmt: skip
         try:
             process.wait_port(port)
-            drive(port, streams, 20)  # warm-up
+            drive(port, streams, connections, 20)  # warm-up
             began = time.monotonic_ns()
-            arrivals = drive(port, streams, tokens)
+            arrivals = drive(port, streams, connections, tokens)
         finally:
             process.stop()
         raw = array("q")
@@ -124,7 +126,7 @@ def measure(streams: int, tokens: int) -> dict[str, Any]:
     steps = [s for s in zip(raw[::3], raw[1::3], raw[2::3], strict=True) if s[0] >= began]
     starts = [s[0] for s in steps]
     settled = streams * 0.9  # steps in which (nearly) everybody has a token: not those that open or end streams
-    row: dict[str, Any] = {"name": "evap", "streams": streams, "tokens": tokens}
+    row: dict[str, Any] = {"name": "evap", "streams": streams, "connections": connections, "tokens": tokens}
     row["socket_us"] = quantiles([(end - start) / 1e3 for start, end, n in steps if n >= settled])
     delays: list[float] = []
     jitter: list[float] = []
@@ -133,7 +135,9 @@ def measure(streams: int, tokens: int) -> dict[str, Any]:
         delays += late
         jitter += [abs(b - a) for a, b in itertools.pairwise(late)]
     row["client_us"], row["jitter_us"] = quantiles(delays), quantiles(jitter)
-    say(f"{streams} streams: socket {row['socket_us']}, client {row['client_us']}, jitter {row['jitter_us']}")
+    say(
+        f"{streams} streams on {connections}: socket {row['socket_us']}, client {row['client_us']}, jitter {row['jitter_us']}"
+    )
     return row
 
 
@@ -143,9 +147,9 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", default="-", help="where the document goes; - is stdout")
     given = parser.parse_args()
     tokens = 100 if given.quick else 500
-    rows = [measure(streams, tokens) for streams in (64, 512)]
+    rows = [measure(streams, connections, tokens) for streams, connections in SHAPES]
     emit({"bench": "latency", "machine": machine(), "versions": versions("evap", "h2", "uvloop"), "step_ms": STEP_MS,
-          "connections": CONNECTIONS, "rows": rows}, given.json)  # fmt: skip
+          "rows": rows}, given.json)  # fmt: skip
     return 0
 
 
