@@ -312,8 +312,6 @@ class ChunkedBody:
         if _FIELD_LINE.fullmatch(line) is None:
             raise malformed("a trailer field")
         self._trailer += len(line) + 2
-        if self._trailer >= MAX_TRAILER_BYTES:
-            raise _trailers_too_large()
 
 
 def _trailers_too_large() -> Refused:

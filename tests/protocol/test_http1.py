@@ -194,6 +194,29 @@ def test_rows_append_ready_chunks_in_order() -> None:
     assert wire.core.connection_window == 0
 
 
+def test_rows_go_straight_to_an_idle_transport() -> None:
+    wire, wrote, calls = Wire(), list[bytes](), list[int]()
+    reply = wire.request()
+    reply.start(200, SSE)
+    queued = 0
+
+    def direct(data: bytes | memoryview) -> int:
+        wrote.append(bytes(data))
+        return queued
+
+    wire.core.direct = direct
+    assert wire.core.take_rows(b"after the head", 1, 0)
+    assert not wrote  # the head has to go first
+    wire.flush()
+    wire.core.wake = lambda: calls.append(1)
+    assert wire.core.take_rows(b"row 1", 1, 0)
+    assert (wrote, calls) == ([b"row 1"], [])
+    queued = 3
+    assert wire.core.take_rows(b"row 2", 1, 0)
+    assert (wrote, calls) == ([b"row 1", b"row 2"], [1])  # somebody has to tell `written` what is queued
+    assert wire.core.take_output() == []
+
+
 def test_wake_is_called_when_there_is_something_to_write() -> None:
     wire, calls = Wire(), []
     wire.core.wake = lambda: calls.append(1)

@@ -34,7 +34,8 @@ def test_upgrade_h2c_is_ignored_and_keeps_its_body() -> None:
 def test_a_chunked_request_body() -> None:
     wire = Wire()
     head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    wire.receive(head + b"5\r\nhello\r\n1")
+    wire.receive(head)
+    wire.receive(b"5\r\nhello\r\n1")
     assert wire.shared.body_bytes == 5
     wire.receive(b"\r\n!\r\n0\r\nT: x\r\n\r\n" + GET)
     assert wire.requests[0].body == b"hello!"
