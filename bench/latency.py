@@ -3,8 +3,9 @@
     python -m bench.latency --quick --json -
 
 A paced synthetic engine (a step every 10 ms); 64 streams on 1 and on 8 connections, 512 on 8; windows open.
-`socket_us`: from the step's batch to the return of the last write of that step. `client_us`: to the moment a client process has read a
-token. `jitter_us`: how much the gap between two tokens of a stream differs from the gap between their engine steps.
+`socket_us`: from the step's batch to the return of the last write of that step. `client_us`: to the moment a client
+process has read a token. `jitter_us`: how much the gap between two tokens of a stream differs from the gap between
+their engine steps.
 Client and server share a clock (CLOCK_MONOTONIC) and, on a small machine, the cores.
 """
 
@@ -135,9 +136,8 @@ def measure(streams: int, connections: int, tokens: int) -> dict[str, Any]:
         delays += late
         jitter += [abs(b - a) for a, b in itertools.pairwise(late)]
     row["client_us"], row["jitter_us"] = quantiles(delays), quantiles(jitter)
-    say(
-        f"{streams} streams on {connections}: socket {row['socket_us']}, client {row['client_us']}, jitter {row['jitter_us']}"
-    )
+    figures = ", ".join(f"{key} {row[key]}" for key in ("socket_us", "client_us", "jitter_us"))
+    say(f"{streams} streams on {connections}: {figures}")
     return row
 
 
