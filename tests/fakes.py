@@ -22,6 +22,7 @@ class FakeCore:
     output: list[Any] = field(default_factory=list)
     rows: Any = None
     writable: bool = True
+    direct: Any = None
     taken: set[int] = field(default_factory=set)
 
     def stream_window(self, stream_id: int) -> int:
