@@ -38,6 +38,9 @@ _HOP_BY_HOP: Final = frozenset(
      b"trailer", b"expect")
 )  # fmt: skip
 
+#: RFC 9110 6.5.1: fields that say where a message ends or goes have no place behind it.
+_NO_TRAILERS: Final = frozenset((b"content-length", b"transfer-encoding", b"host"))
+
 
 class Refused(Exception):
     """The peer's bytes are not a request that can be served; `error` is the answer, then the connection closes."""
@@ -309,7 +312,7 @@ class ChunkedBody:
         if not line:
             self.done = True
             return
-        if _FIELD_LINE.fullmatch(line) is None:
+        if _FIELD_LINE.fullmatch(line) is None or line.partition(b":")[0].lower() in _NO_TRAILERS:
             raise malformed("a trailer field")
         self._trailer += len(line) + 2
 

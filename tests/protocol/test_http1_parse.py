@@ -220,6 +220,7 @@ def test_chunked_in_any_portions(parts: list[bytes], cuts: list[int], data: st.D
         b"3\r\nabcX",
         b"f" * 17 + b"\r\n", b"3_0\r\n", b"\n", b"3;" + b"x" * MAX_CHUNK_LINE_BYTES, b"0\r\n\n", b"0\r\nbad\r\n",
         b"0\r\n A: b\r\n", b"0\r\nA : b\r\n", b"0\r\nA: \x00\r\n", b"0\r\nA: b\rc\r\n",
+        b"0\r\nContent-Length: 3\r\n", b"0\r\nTRANSFER-ENCODING: chunked\r\n", b"0\r\nhost: x\r\n",
     ],
 )  # fmt: skip
 def test_chunked_bodies_that_are_refused(wire: bytes) -> None:
