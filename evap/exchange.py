@@ -308,6 +308,8 @@ class Exchange:
             self._send(self.renderer.error(error) + self.renderer.done())
             self.reply.end(self._trailers())
         else:
+            self._settle_marks()
+            self._marks.clear()  # what is queued now is thrown away: never delivered
             self.reply.abort()  # text and tokens cannot say "error": the stream must not look complete
         self.move(Input.ANSWER)
 

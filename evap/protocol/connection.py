@@ -338,14 +338,15 @@ class Http2Core:
         if stream.move(event) is Action.CANCEL:
             if stream.delivered and reason:
                 self.events.append(StreamCancelled(stream, reason))
+            else:
+                stream.buffered = 0
             self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
-        """The stream is CLOSED: out of the table, nothing of it stays behind."""
+        """The stream is CLOSED: out of the table, nothing stays behind but `buffered`: what its reader never took."""
         stream.alive = False
         self.leave_rows(stream)
         stream.queue.clear()
-        stream.buffered = 0
         self.drop_body(stream)
         if stream.delivered:
             self._answered_ns = self.now_ns

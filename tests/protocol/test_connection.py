@@ -162,7 +162,9 @@ def test_an_answer_that_is_still_queued_counts_as_not_delivered() -> None:
     joined.pump()
     assert not reply.alive
     joined.client.reset_stream(sid, 8)
+    buffered = reply.buffered
     assert joined.pump() == [StreamCancelled(reply, "client_reset")]
+    assert reply.buffered == buffered > 0, "the account counts from it what was never sent"
 
 
 # Drain
