@@ -1,0 +1,121 @@
+"""Metering as operators and clients meet it: a server process, its flags, its signals."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from evap.metering import keys
+from tests.support import TIME_FACTOR, Server, running
+
+WAIT_S = 60.0 * TIME_FACTOR
+StartServer = Callable[..., Server]
+
+
+def client(server: Server, key: str = "") -> httpx.Client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.Client(base_url=server.url, trust_env=False, timeout=WAIT_S, headers=headers)
+
+
+def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_key_file_is_read_again_on_sighup(start_server: StartServer, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    alice = keys.create(file, "alice", {})
+    server = start_server("--api-keys", str(file))
+    with client(server, alice) as http:
+        assert http.get("/v1/models").status_code == 200
+        bob = keys.create(file, "bob", {})
+        keys.revoke(file, "alice")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_log("keys read from")
+        assert http.get("/v1/models").status_code == 401
+        assert http.get("/health").status_code == 200
+    with client(server, bob) as http:
+        assert http.get("/v1/models").status_code == 200
+    assert alice not in server.log
+    assert bob not in server.log
+
+
+def test_sighup_without_keys_is_nothing(start_server: StartServer) -> None:
+    server = start_server()
+    server.process.send_signal(signal.SIGHUP)
+    with client(server) as http:
+        assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(("--api-keys", "/nonexistent.toml"), "key file"), (("--prices", "/nonexistent.toml"), "prices"),
+     (("--data-dir", "/proc/nowhere"), "--data-dir"), (("--usage-sink", "postgresql://x"), "--usage-sink")],
+)  # fmt: skip
+def test_what_cannot_work_is_said_at_the_start(flags: tuple[str, ...], message: str) -> None:
+    server = Server("--engine", "synthetic", "--port", "0", *flags)
+    try:
+        assert server.process.wait(WAIT_S) == 2
+        server.wait_log(r"(?m)^error: .*" + message)
+        server.wait_log(r"(?m)^  try: ")
+    finally:
+        server.kill()
+
+
+def test_a_hung_engine_is_not_ready_and_a_saturated_one_is(start_server: StartServer) -> None:
+    server = start_server("synthetic-faults", "--hang-timeout", "0.5", "--max-running", "1", "--synthetic-step-ms", "5")
+    with client(server) as http, client(server) as other:
+        with (
+            other.stream("POST", "/v1/chat/completions", json=chat(stream=True, max_tokens=100_000)),
+            client(server) as third,
+            third.stream("POST", "/v1/chat/completions", json=chat(stream=True, max_tokens=5)),  # waits for a place
+        ):
+            deadline = time.monotonic() + 1.2
+            while time.monotonic() < deadline:
+                assert http.get("/ready").status_code == 200, "saturated is not hung"
+                time.sleep(0.1)
+        with other.stream("POST", "/v1/chat/completions", json=chat("fault:hang", stream=True, max_tokens=100_000)):
+            until(lambda: http.get("/ready").status_code == 503)
+            assert http.get("/ready").json()["status"] == "hung"
+            assert http.get("/health").status_code == 200
+            server.wait_log("has work and makes no progress")
+        server.kill()
+
+
+@pytest.mark.model
+def test_a_stopped_engine_process(tmp_path: Path) -> None:
+    """SIGSTOP and SIGCONT for the embedded engine's process."""
+    with running("--hang-timeout", "2", "--data-dir", str(tmp_path), engine="torch") as server:
+        (engine,) = psutil.Process(server.process.pid).children()
+        with client(server) as http, client(server) as other:
+            engine.suspend()
+            try:
+                with other.stream("POST", "/v1/chat/completions", json=chat(stream=True, max_tokens=4)) as answer:
+                    until(lambda: http.get("/ready").status_code == 503)
+                    engine.resume()
+                    assert answer.read().endswith(b"data: [DONE]\n\n")
+                until(lambda: http.get("/ready").status_code == 200)
+            finally:
+                engine.resume()
+
+
+def test_ledger_metrics(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server("--data-dir", str(tmp_path))
+    with client(server) as http:
+        id = http.post("/v1/chat/completions", json=chat(max_tokens=3)).json()["id"]
+        until(lambda: "evap_ledger_records_total 1.0" in http.get("/metrics").text)
+        assert http.get(f"/v1/usage/{id}").json()["emitted"] == 3
+        assert http.get("/v1/usage?group_by=model").json()["data"][0]["model"] == "synthetic"
