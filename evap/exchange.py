@@ -45,19 +45,10 @@ class Exchange:
     """One request and its response."""
 
     def __init__(
-        self,
-        *,
-        reply: Reply,
-        head: RequestHead,
-        request: ParsedRequest,
-        renderer: Renderer,
-        text: Text,
-        headers: HeaderList,
-        send_error: Callable[[Reply, EvapError], int],
-        stream_buffer: int,
-        opened_ns: int,
+        self, *, reply: Reply, head: RequestHead, request: ParsedRequest, renderer: Renderer, text: Text,
+        headers: HeaderList, send_error: Callable[[Reply, EvapError], int], stream_buffer: int, opened_ns: int,
         account: Ticket | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.reply = reply
         self.head = head
         self.request = request
@@ -71,7 +62,6 @@ class Exchange:
         self.cached = 0
         self.opened_ns = opened_ns
         self.first_ns = 0
-        self.last_sent_ns = opened_ns
         self.end = ""  #: why it ended: stop, length, client_reset, client_gone, stalled, error codes
         self.status = 0
         self.headers = headers  #: of a successful answer

@@ -35,14 +35,8 @@ class Http2Core:
     """
 
     def __init__(
-        self,
-        config: ProtocolConfig,
-        *,
-        peer: str = "",
-        tls: bool = False,
-        shared: Shared | None = None,
-        now_ns: int = 0,
-    ) -> None:
+        self, config: ProtocolConfig, *, peer: str = "", tls: bool = False, shared: Shared | None = None,
+        now_ns: int = 0) -> None:  # fmt: skip
         self.config = config
         self.peer = peer
         self.tls = tls
@@ -268,7 +262,6 @@ class Http2Core:
             stream.h2.outbound_flow_control_window -= n
 
     def take_rows(self, data: bytes | memoryview, frames: int, charge: int) -> bool:
-        # Once per connection and engine step: what is written out here is what properties and calls would cost.
         conn, outbox = self.conn, self.outbox
         if conn.outbound_flow_control_window < charge or not self.writable:
             return False

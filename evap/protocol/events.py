@@ -44,8 +44,8 @@ class Reply(Protocol):
     alive: bool
     #: Free for the exchange; None until it sets it.
     owner: object
-    #: Body bytes queued here that the flow-control window or the transport does not take yet; after StreamCancelled on
-    #: HTTP/2, what they never took.
+    #: Body bytes queued here that the flow-control window or the transport does not take yet; after StreamCancelled,
+    #: what they never took.
     buffered: int
     #: The connection's core, and the HTTP/2 stream (0 over HTTP/1.1): what rows.py needs to join a stream.
     core: Any

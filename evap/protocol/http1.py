@@ -308,7 +308,6 @@ class Http1Core:
             return
         self.leave_rows(reply)
         reply.alive = False
-        reply.buffered = 0
         events.append(StreamCancelled(reply, reason))
 
     def _move(self, event: Input) -> None:

@@ -43,14 +43,9 @@ class Hub:
     """All connections of a process. `protocol` is the factory for `loop.create_server`."""
 
     def __init__(
-        self,
-        config: ProtocolConfig,
-        *,
-        on_event: Callable[[Event], None],
-        loop: asyncio.AbstractEventLoop,
-        shared: Shared | None = None,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
+        self, config: ProtocolConfig, *, on_event: Callable[[Event], None], loop: asyncio.AbstractEventLoop,
+        shared: Shared | None = None, clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:  # fmt: skip
         self.config = config
         self.on_event = on_event
         self.loop = loop
@@ -205,9 +200,8 @@ class ServerProtocol(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        transport = self._transport
-        if transport is not None:
-            transport.resume_reading()
+        if self._transport is not None:
+            self._transport.resume_reading()
             self.flush()
 
     # --- what the hub calls ---

@@ -127,7 +127,7 @@ def test_leaving_before_the_answer_was_taken_is_a_cancel() -> None:
     wire.flush(room=10)
     wire.eof()
     assert wire.cancelled == ["client_gone"]
-    assert reply.buffered == 0
+    assert reply.buffered > 0, "what was never taken is not delivered"
 
 
 def test_stop_cancels_what_still_runs() -> None:
