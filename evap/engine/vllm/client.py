@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from evap.engine.vllm import names
-from evap.engine.vllm.rows import Output, Outputs, Step, all_plain, needs_tensors, plain_step, step
+from evap.engine.vllm.rows import Output, Outputs, Step, needs_tensors, plain_step, rest_of_plain, step
 
 #: Messages taken per wake, so that a flood from the engine cannot keep the loop from its other work.
 MOST_PER_WAKE = 32
@@ -76,6 +76,8 @@ class CoreSeam:
         self._fd = -1
         self._over = False
         self._decoder = msgspec.msgpack.Decoder(Outputs)
+        encode = msgspec.msgpack.encode
+        self._rest = rest_of_plain(encode(names.EngineCoreOutput("x", [1])), encode(["x", [1]]))
         self._calls: dict[int, Callable[[str | None, Any], None]] = {}
         self._call_ids = itertools.count(1)
         self._adds: list[Any] = []
@@ -205,6 +207,10 @@ class CoreSeam:
         if len(frames) == 1 and frames[0] == names.EngineCoreProc.ENGINE_CORE_DEAD:
             self._die("the engine reports that it failed")
             return
+        plain = plain_step(frames[0], self._rest) if len(frames) == 1 and self._rest else None
+        if plain is not None:
+            self._sink.on_step(plain)
+            return
         message = self._decoder.decode(frames[0])
         if message.utility_output is not None:
             utility = message.utility_output
@@ -215,8 +221,6 @@ class CoreSeam:
             self._sink.on_step(self._step(message.outputs, frames))
 
     def _step(self, outputs: Sequence[Output], frames: list[bytes]) -> Step:
-        if all_plain(outputs):
-            return plain_step(outputs)
         return step(outputs, self._client.decoder.decode(frames).outputs if needs_tensors(outputs) else None)
 
     # The end

@@ -41,7 +41,6 @@ class LlmSeam:
         return [process.pid for process in manager.processes] if manager is not None else []
 
     def add(self, request: Any) -> None:
-        request.sampling_params.output_kind = names.RequestOutputKind.DELTA
         own_id = request.request_id  # AsyncLLM appends to it
         task = self._tasks[own_id] = self._loop.create_task(self._generate(request, own_id))
         task.add_done_callback(lambda ended: self._ended(own_id, ended))  # a task cancelled at once never runs a line

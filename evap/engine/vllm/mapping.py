@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from evap.engine.vllm import names
 from evap.engine.vllm.constraints import GUIDED, texts, whole
 from evap.engine.vllm.constraints import constraint as constrain
@@ -23,6 +25,7 @@ MAX_LISTED: Final = 1024  #: ids in stop_token_ids, logit_bias, allowed_token_id
 MAX_BAD_WORDS: Final = 64
 MAX_WORD_CHARS: Final = 256
 MAX_CHECKED: Final = 256  #: constraints whose check is remembered
+_encode: Final = msgspec.msgpack.Encoder().encode
 #: What vLLM's checks raise for a request that it does not take.
 _REFUSALS: Final = (names.VLLMClientError, ValueError, TypeError, OverflowError, RecursionError)
 #: sampling.extra: name -> the message's parameter; anything else is refused
@@ -64,6 +67,7 @@ class Mapper:
         self.vocab_size = int(self._model.get_vocab_size())
         self.max_model_len = int(self._model.max_model_len)
         self.adapters = adapters(lora)
+        self._known: OrderedDict[bytes, Any] = OrderedDict()  # SamplingParams, encoded -> vLLM's
         self._checked: OrderedDict[str, Any] = OrderedDict()  # a constraint's JSON -> StructuredOutputsParams, checked
         maximum = int(self._model.max_logprobs)
         self._max_logprobs = self.vocab_size if maximum < 0 else maximum
@@ -93,8 +97,20 @@ class Mapper:
             self.params(sampling, prompt_ids)
 
     def params(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> Any:
-        """vLLM's SamplingParams, verified and completed for this model."""
+        """vLLM's SamplingParams, verified and completed for this model; equal ones are made once."""
         self._ids(sampling, prompt_ids)
+        if sampling.extra:
+            return self._make(sampling)
+        key = _encode(sampling)
+        known = self._known.get(key)
+        if known is None:
+            known = self._make(sampling)
+            while len(self._known) >= MAX_CHECKED:
+                self._known.popitem(last=False)
+            self._known[key] = known
+        return known
+
+    def _make(self, sampling: SamplingParams) -> Any:
         given = {name: getattr(sampling, name) for name in _PLAIN}
         if sampling.seed is not None:
             given["seed"] = _seed(sampling.seed)
@@ -104,25 +120,16 @@ class Mapper:
             given["stop_token_ids"] = list(sampling.stop_token_ids)
         extra = self._extras(sampling.extra) if sampling.extra else {}
         try:
-            params = names.SamplingParams(**given, **extra, detokenize=False, skip_clone=True)
-            if (
-                extra
-                or sampling.logprobs is not None
-                or sampling.logit_bias
-                or sampling.stop_token_ids
-                or self._speculates
-            ):
-                self._verify(params)
+            params = names.SamplingParams(
+                **given, **extra, detokenize=False, skip_clone=True, output_kind=names.RequestOutputKind.DELTA
+            )
+            self._verify(params)
             params.update_from_generation_config(self._generation, self._eos)
             if extra.get("bad_words"):
                 params.update_from_tokenizer(self._tokenizer)
         except _REFUSALS as e:
             raise _refused(e) from e
         return params
-
-    @property
-    def _speculates(self) -> bool:
-        return self._config.speculative_config is not None
 
     def _ids(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:
         count = len(prompt_ids)

@@ -54,3 +54,14 @@ def test_our_own_decoder_has_the_fields_in_their_places() -> None:
     ):
         own = ours.__struct_fields__
         assert own == theirs.__struct_fields__[: len(own)]
+
+
+def test_plain_outputs_have_a_rest_that_nothing_else_looks_like() -> None:
+    import msgspec
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    from evap.engine.vllm.rows import rest_of_plain
+
+    (encoded,) = MsgpackEncoder().encode(EngineCoreOutput("x", [1]))
+    assert len(rest_of_plain(bytes(encoded), msgspec.msgpack.encode(["x", [1]]))) > 10

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from evap.engine.vllm.rows import Account, Outputs, all_plain, needs_tensors, plain_step, positions, step
+from evap.engine.vllm.rows import Account, Outputs, needs_tensors, plain_step, positions, rest_of_plain, step
 from evap.engine.vllm.runs import Row
 from evap.messages import Finish, TokenLogprobs, TopLogprob
 
@@ -24,11 +26,17 @@ def decode(*outputs: list[Any]) -> Outputs:
     return msgspec.msgpack.decode(data, type=Outputs)
 
 
+def frame(*outputs: list[Any]) -> bytes:
+    return msgspec.msgpack.encode([0, list(outputs), None, 1.5, None, None, None, None, None])
+
+
+PLAIN = msgspec.msgpack.encode(output("x", [1]))
+REST = rest_of_plain(PLAIN, msgspec.msgpack.encode(["x", [1]]))
+
+
 def test_a_plain_step_makes_no_rows() -> None:
-    message = decode(output("a", [5]), output("b", [6]))
-    assert all_plain(message.outputs)
-    assert plain_step(message.outputs) == step(message.outputs) == (["a", "b"], [5, 6], [], [])
-    assert not needs_tensors(message.outputs)
+    outputs = (output("a", [5]), output("b", [6]))
+    assert plain_step(frame(*outputs), REST) == step(decode(*outputs).outputs) == (["a", "b"], [5, 6], [], [])
 
 
 @pytest.mark.parametrize(
@@ -36,11 +44,32 @@ def test_a_plain_step_makes_no_rows() -> None:
     [
         output("b", []), output("b", [6, 7]), output("b", [6], finish=0), output("b", [6], stats={"x": 0}),
         output("b", [6], trace={"x": "1"}), output("b", [6], new_logprobs=["x"]), output("b", [6], prompt=["x"]),
+        output("b", [6], new_logprobs=["x", None]), output("b", [6], prompt=["x", None, None]),
+        output("b", [6], kv={"x": None}), output("b", [6], pooling=["x", None]),
     ],
 )  # fmt: skip
 def test_one_that_is_not_plain_is_noticed(other: list[Any]) -> None:
-    assert not all_plain(decode(output("a", [5]), other).outputs)
-    assert not all_plain(decode(other, output("a", [])).outputs)
+    assert plain_step(frame(output("a", [5]), other), REST) is None
+    assert plain_step(frame(other), REST) is None
+
+
+def test_a_message_without_outputs_is_not_plain() -> None:
+    assert plain_step(frame(), REST) is None
+
+
+@given(st.lists(st.integers(0, 2**31 - 1) | st.sampled_from([0xC0, 0xC0C0, 0x40C0C0C0]), min_size=1, max_size=20))
+def test_no_token_looks_like_the_rest(tokens: list[int]) -> None:
+    outputs = [output(f"r{n}", [token]) for n, token in enumerate(tokens)]
+    found = plain_step(frame(*outputs), REST)
+    assert found is not None
+    assert found[1] == tokens
+    assert plain_step(frame(*outputs, output("z", [1], finish=1)), REST) is None
+
+
+def test_an_encoding_without_an_unmistakable_rest_is_not_trusted() -> None:
+    head = msgspec.msgpack.encode(["x", [1]])
+    for tail in ([None] * 16, [None] * 3 + [0], [0] + [None] * 15, []):
+        assert rest_of_plain(msgspec.msgpack.encode(["x", [1], *tail]), head) == b""
 
 
 @pytest.mark.parametrize(
