@@ -13,13 +13,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+#: A client that starts a request later than this was not running: the machine had other things to do.
+MOST_LATE_MS = 250.0
+
+
 @dataclass
 class Times:
-    """Milliseconds. ttft: due moment to first token; itl: between reads that carried tokens, per token."""
+    """Milliseconds. ttft: due moment to first token; itl: between reads that carried tokens, per token.
+
+    late_ms: the most by which this client itself started a request too late; what was measured then is the client.
+    """
 
     ttft_ms: list[float] = field(default_factory=list)
     itl_ms: list[float] = field(default_factory=list)
     failed: int = 0
+    late_ms: float = 0.0
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -72,6 +80,7 @@ class _Stream(asyncio.Protocol):
 async def _one(host: str, port: int, request: bytes, due: float, times: Times) -> None:
     loop = asyncio.get_running_loop()
     await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    times.late_ms = max(times.late_ms, (time.perf_counter() - due) * 1e3)
     done: asyncio.Future[None] = loop.create_future()
     try:
         await loop.create_connection(lambda: _Stream(request, due, times, done), host, port)
@@ -93,6 +102,10 @@ async def _paced(port: int, path: str, body: bytes, rate: float, seconds: float)
     return times
 
 
-def paced(port: int, path: str, body: bytes, *, rate: float, seconds: float) -> Times:
-    """`rate` requests a second for `seconds`, each streamed to its end."""
-    return asyncio.run(_paced(port, path, body, rate, seconds))
+def paced(port: int, path: str, body: bytes, *, rate: float, seconds: float, attempts: int = 3) -> Times:
+    """`rate` requests a second for `seconds`, each streamed to its end. Measured again if this client came too late."""
+    for _ in range(attempts):
+        times = asyncio.run(_paced(port, path, body, rate, seconds))
+        if times.late_ms < MOST_LATE_MS:
+            break
+    return times

@@ -257,6 +257,7 @@ class Run:
             found[name] = {
                 "ttft_ms_p50": percentile(times.ttft_ms, 0.5), "ttft_ms_p99": percentile(times.ttft_ms, 0.99),
                 "itl_ms_p50": percentile(times.itl_ms, 0.5), "itl_ms_p99": percentile(times.itl_ms, 0.99),
+                "client_late_ms": times.late_ms,
             }  # fmt: skip
             say(f"{name:20} paced  " + "  ".join(f"{k} {v:.2f}" for k, v in found[name].items()))
         return found
@@ -268,7 +269,7 @@ class Run:
             for key, repeated in values.items():
                 Spread.of(repeated).into(row, key)
             measured = [one[name.removesuffix("-h1")] for one in latency if name.removesuffix("-h1") in one]
-            for key in ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99"):
+            for key in ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "client_late_ms"):
                 if measured:
                     Spread.of([one[key] for one in measured]).into(row, key)
                 else:
