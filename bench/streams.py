@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-
 #: A client that starts a request later than this was not running: the machine had other things to do.
 MOST_LATE_MS = 250.0
 

@@ -219,8 +219,20 @@ def _words(actions: Mapping[str, argparse.Action], key: str, value: str) -> list
     return [f"{flag}={value}"]
 
 
+def _check_seam(config: EngineConfig, args: Any) -> None:
+    """What the two seams cannot do."""
+    if config.vllm_seam == "async-llm" and config.token_path != "core":  # noqa: S105  # a way for tokens, not a secret
+        raise StartupError("--vllm-seam async-llm takes tokens from messages only", remedy="--token-path core")
+    if config.vllm_seam == "core" and args.data_parallel_size > 1:
+        raise StartupError(
+            "data_parallel_size needs --vllm-seam async-llm",
+            remedy="or --replicas N: engines of their own, which evap chooses from",
+        )
+
+
 def _own(args: Any, config: EngineConfig, shared: Shared | None, gpus: Sequence[int]) -> Any:
     """Fields that only evap sets."""
+    _check_seam(config, args)
     args.disable_log_stats = True
     args.enable_log_requests = False
     if gpus and not _cpu():

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 #: and devices from this process's environment.
 _TURN: Final = threading.Lock()
 STOP_TIMEOUT_S: Final = 5.0
+_REMEDY: Final = "pip install 'vllm>=0.32,<0.34'"
 FIRST_BACKOFF_S: Final = 0.5
 LONGEST_BACKOFF_S: Final = 30.0
 #: An engine that ran for so long has recovered: the next back-off begins at the first again.
@@ -175,14 +176,16 @@ class VllmReplica:
         from evap.engine.vllm.environment import prepare_environment  # noqa: PLC0415
 
         prepare_environment(self._config, os.environ)
-        from evap.engine.vllm import names, options  # noqa: PLC0415
-
+        try:
+            from evap.engine.vllm import names, options  # noqa: PLC0415
+        except ImportError as e:
+            raise StartupError(f"vLLM cannot be used: {e}", remedy=_REMEDY) from e
         moved = names.moved()
+        told = f"vLLM {names.VERSION} is not the vLLM that evap was written for: " + "; ".join(moved[:5])
+        if moved and self._config.vllm_seam == "core":
+            raise StartupError(told, remedy=f"{_REMEDY}, or --vllm-seam async-llm")
         if moved:
-            raise StartupError(
-                f"vLLM {names.VERSION} is not the vLLM that evap was written for: " + "; ".join(moved[:5]),
-                remedy="pip install 'vllm>=0.32,<0.34', or --vllm-seam async-llm",
-            )
+            logger.warning("%s", told)
         return options.engine_config(self._config, self._path, shared, self._gpus)
 
     async def _install_meter(self, seam: Seam, shared: Shared) -> None:

@@ -76,6 +76,15 @@ def test_a_key_given_twice(tiny: Path) -> None:
         args(tiny, vllm_arg=("seed=1", "seed=2"))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"vllm_seam": "async-llm", "token_path": "scheduler"}, {"vllm_arg": ("data_parallel_size=2",)}],
+)
+def test_what_a_seam_cannot_do(tiny: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(StartupError):
+        args(tiny, **options)
+
+
 def test_rope_scaling_keeps_theta(tiny: Path) -> None:
     found = args(tiny, rope_scaling='{"rope_type":"dynamic","factor":4}')
     assert found.hf_overrides["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 4}

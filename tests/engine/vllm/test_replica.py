@@ -147,6 +147,14 @@ def test_a_start_that_can_never_be(tiny: Path, options: dict[str, Any], message:
         pass
 
 
+def test_a_vllm_that_moved_is_refused_before_anything_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evap.engine.vllm import names
+
+    monkeypatch.setattr(names, "CALLS", {"vllm.v1.engine.core:EngineCore.abort": ("self",)})
+    with pytest.raises(StartupError, match="EngineCore.abort is gone"), engine(tiny):
+        pass
+
+
 def test_weights_that_cannot_be_read(tiny: Path, tmp_path: Path) -> None:
     for file in tiny.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
