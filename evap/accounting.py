@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -64,6 +65,7 @@ class Accounting:
         self.table: opened.OpenTable | None = None
         self.sink: Sink | None = None
         self.running: dict[str, Exchange] = {}
+        self._order: deque[str] = deque()
         self.recent: dict[str, Record] = {}  #: the last ones, whether they are in the ledger yet or not
 
     # Start and end
@@ -107,7 +109,7 @@ class Accounting:
         table = folder / "open"
         rows = journal.recover(left) + recorder.read_spool(spool)
         survivors = opened.recover(table)
-        rows += [encode(self._interrupted(s)) for s in survivors]
+        rows += [encode(record) for s in survivors if (record := self._interrupted(s)) is not None]
         for start in range(0, len(rows), recorder.MAX_GROUP):
             ledger.insert(db, rows[start : start + recorder.MAX_GROUP])
         spool.unlink(missing_ok=True)
@@ -123,8 +125,12 @@ class Accounting:
         self.recorder = recorder.Recorder(db, ring, spool, on_state=_say_state)
         self.recorder.start()
 
-    def _interrupted(self, survivor: opened.Survivor) -> Record:
-        id, key, operation, model, opened_us, prompt, choices = _read_note(survivor.note)
+    def _interrupted(self, survivor: opened.Survivor) -> Record | None:
+        try:
+            id, key, operation, model, opened_us, prompt, choices = _read_note(survivor.note)
+        except msgspec.DecodeError:  # killed within the microsecond in which its note was written: it had no token yet
+            logger.warning("an exchange that was open cannot be read")
+            return None
         usage = Usage(
             prompt=prompt, cached=survivor.cached, computed=survivor.computed, emitted=survivor.emitted,
             delivered=survivor.delivered,
@@ -269,10 +275,11 @@ class Accounting:
     def _keep(self, record: Record) -> None:
         if self.recorder is not None:
             self.recorder.put(encode(record))
-        recent = self.recent
-        recent[record.id] = record
-        if len(recent) > RECENT:
-            del recent[next(iter(recent))]
+        # Beside the dictionary, whose first entry is found by walking over all that were deleted before it.
+        self.recent[record.id] = record
+        self._order.append(record.id)
+        if len(self._order) > RECENT:
+            self.recent.pop(self._order.popleft(), None)
 
     def tick(self, open_exchanges: Sequence[Exchange]) -> None:
         """About once a second: what answers without slots have delivered by now, to slow readers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -27,7 +28,7 @@ class SlotTable(Generic[Owner]):
         #: int32, shape (size,): the generation of the slot's present (or next) user
         self.generation: Int32 = np.zeros(size, np.int32)
         self.owner: list[Owner | None] = [None] * size
-        self._free = dict.fromkeys(range(size))  # ordered, O(1) at both ends
+        self._free = deque(range(size))
 
     @property
     def free(self) -> int:
@@ -37,8 +38,7 @@ class SlotTable(Generic[Owner]):
         """(slot, generation). Raises IndexError when none is free; ask `free` first."""
         if not self._free:
             raise IndexError("no slot is free")
-        slot = next(iter(self._free))
-        del self._free[slot]
+        slot = self._free.popleft()
         self.owner[slot] = owner
         return slot, int(self.generation[slot])
 
@@ -48,4 +48,4 @@ class SlotTable(Generic[Owner]):
             raise ValueError(f"slot {slot} is already free")
         self.owner[slot] = None
         self.generation[slot] = (int(self.generation[slot]) + 1) % GENERATIONS
-        self._free[slot] = None
+        self._free.append(slot)

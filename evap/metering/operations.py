@@ -6,6 +6,7 @@ replay is refused, and told where the record is. The last ones are kept here; ol
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Final
 
 from evap.errors import Conflict, InvalidRequest
@@ -28,7 +29,7 @@ class Operations:
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._running: dict[tuple[str, str], str] = {}
-        self._used: dict[tuple[str, str], str] = {}
+        self._used: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._most = remembered
         self.forgot = False  #: some that were used up are not remembered
 
@@ -49,8 +50,9 @@ class Operations:
 
     def remember(self, key: str, operation: str, id: str) -> None:
         self._used[key, operation] = id
+        self._used.move_to_end((key, operation))
         if len(self._used) > self._most:
-            del self._used[next(iter(self._used))]
+            self._used.popitem(last=False)
             self.forgot = True
 
 
