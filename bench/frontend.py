@@ -41,6 +41,7 @@ class Shape:
     step_ms: float = 0.0
     tls: bool = False
     slope: bool = False
+    evap: tuple[str, ...] = ()  # options of evap for this shape alone
     requests: int = 3000  # for a server of about 1 us a token; slower ones get fewer
 
 
@@ -50,6 +51,13 @@ SHAPES = {
         Shape("flood-10x50", ("-c", "10", "-m", "50"), ("--h1", "-c", "500", "-m", "1"), slope=True),
         Shape("paced-4x25", ("-c", "4", "-m", "25"), ("--h1", "-c", "100", "-m", "1"), step_ms=10.0, requests=200),
         Shape("256x1", ("-c", "256", "-m", "1"), ("--h1", "-c", "256", "-m", "1"), requests=768),
+        Shape(
+            "256x1-coalesced",
+            ("-c", "256", "-m", "1"),
+            ("--h1", "-c", "256", "-m", "1"),
+            requests=768,
+            evap=("--coalesce-ms", "10"),
+        ),
         Shape("one-token", ("-c", "10", "-m", "50"), ("--h1", "-c", "500", "-m", "1"), tokens=1, requests=8000),
         Shape(
             "small-window",
@@ -115,7 +123,8 @@ PEERS = {
                 GRANIAN, "--interface", "asgi", "--http", "auto", "--port", "{port}", "--log-level", "error",
                 "--backpressure", "2048", "bench.peers.asgi_app:app",
             ),
-            h2=True, work=8, shapes=("flood-10x50", "paced-4x25", "256x1", "one-token", "small-window"),
+            h2=True, work=8,
+            shapes=("flood-10x50", "paced-4x25", "256x1", "256x1-coalesced", "one-token", "small-window"),
         ),
         Peer(
             "h2-send-data", (PY, "-m", "bench.peers.h2_send_data", "{port}"), h2=True, work=10,
@@ -136,7 +145,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._servers: dict[tuple[str, float, bool], tuple[Process, int]] = {}
+        self._servers: dict[tuple[str, float, bool, tuple[str, ...]], tuple[Process, int]] = {}
         self.commands: dict[str, str] = {}
         for tokens in (1, TOKENS, MANY):
             (folder / f"body{tokens}.json").write_text(json.dumps(body(tokens), separators=(",", ":")))
@@ -149,10 +158,11 @@ class Bench:
         return write(self.folder)
 
     def server(self, peer: Peer, shape: Shape) -> tuple[Process, int]:
-        key = (peer.name, shape.step_ms, shape.tls)
+        extra = shape.evap if peer.name == "evap" else ()
+        key = (peer.name, shape.step_ms, shape.tls, extra)
         if key not in self._servers:
             port = free_port()
-            command = [*peer.command]
+            command = [*peer.command, *extra]
             values = {"port": port, "step": shape.step_ms, "htdocs": self.folder}
             if shape.tls:
                 command += peer.tls or ()
@@ -248,7 +258,7 @@ def row(peer: Peer, shape: Shape, runs: dict[Any, list[tuple[float, float]]], co
         many = [us for us, _ in runs[peer.name, MANY]]
         slopes = [(b - a) / (MANY - shape.tokens) for a, b in zip(per_request, many, strict=True)]
         Spread.of(slopes).into(out, "marginal_us_per_token")
-    say(f"{shape.name:14}{peer.name:18}{out['us_per_token']:9.3f} us/token {out['us_per_request']:10.1f} us/request")
+    say(f"{shape.name:17}{peer.name:18}{out['us_per_token']:9.3f} us/token {out['us_per_request']:10.1f} us/request")
     return out
 
 
