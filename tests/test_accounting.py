@@ -226,7 +226,7 @@ def test_a_ledger_that_cannot_be_written_shows(make: Make) -> None:
     assert (ready["status"], ready["trouble"]) == ("degraded", "ledger spooling: disk is full")
     assert it.accounting.gauges()["ledger_ok"][1]() == 0
     assert it.ask(max_tokens=1).alive
-    it.accounting.recorder.state = State.FULL
+    it.accounting.recorder.accepting = False
     refused = it.ask(max_tokens=1)
     assert refused.status == 503
     assert error_of(refused)["code"] == "ledger_unavailable"

@@ -6,7 +6,7 @@ written; the ledger's own commits are the only promise there.
 
     byte 0      magic; byte 8: tail, u64: position of the oldest record that is needed
     byte 64     the ring. A record starts at `position % size`, a multiple of 8, and never wraps:
-                u32 length, u32 crc32 of position and payload, u64 position, payload, zeros to the next multiple of 8.
+                u32 length, u32 xxh3 of the payload, u64 position, payload, zeros to the next multiple of 8.
                 length 0xFFFFFFFF: nothing until the end of the ring.
 """
 
@@ -17,16 +17,14 @@ import os
 import struct
 from pathlib import Path
 from typing import Final
-from zlib import crc32
+
+from xxhash import xxh3_64_intdigest as digest
 
 MAGIC: Final = int.from_bytes(b"EVAPJRN1", "little")
 _START: Final = 64
 _HEAD: Final = struct.Struct("<IIQ")
 _PAD: Final = 0xFFFF_FFFF
 _LENGTH: Final = struct.Struct("<I")
-
-
-_SEED: Final = 0x45564150  #: so that zeroed memory is no record
 
 
 class Journal:
@@ -64,7 +62,7 @@ class Journal:
             _LENGTH.pack_into(self._memory, _START + offset, _PAD)
             position, offset = position + skip, 0
         at = _START + offset
-        head = _HEAD.pack(length, crc32(payload, position & 0xFFFF_FFFF ^ _SEED), position)
+        head = _HEAD.pack(length, digest(payload) & 0xFFFF_FFFF, position)
         self._memory[at : at + 16 + length] = head + payload
         self._head = position + need
         return self._head
@@ -106,9 +104,9 @@ def recover(path: Path) -> list[bytes]:
         if offset + _HEAD.size > size or _LENGTH.unpack_from(data, at)[0] == _PAD:
             position += size - offset
             continue
-        length, crc, stamped = _HEAD.unpack_from(data, at)
+        length, sum, stamped = _HEAD.unpack_from(data, at)
         payload = data[at + 16 : at + 16 + length]
-        if stamped != position or len(payload) != length or crc32(payload, position & 0xFFFF_FFFF ^ _SEED) != crc:
+        if stamped != position or len(payload) != length or digest(payload) & 0xFFFF_FFFF != sum:
             break
         found.append(payload)
         position += _HEAD.size + (length + 7 & ~7)

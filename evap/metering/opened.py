@@ -70,7 +70,7 @@ class OpenTable:
         cells = memoryview(self._memory)[_START : _START + 16 * slots].cast("i")
         self._owner, self._lag, self._cached = cells[:slots], cells[2 * slots : 3 * slots], cells[3 * slots :]
         self._slots: list[Sequence[int]] = [()] * entries
-        self._bases: list[tuple[int, int, int, int]] = [_NOTHING] * entries
+        self._bases: dict[int, tuple[int, int, int, int]] = {}  # of those that have given slots back
         self._free = list(range(entries))
         _HEADER.pack_into(self._memory, 0, MAGIC, slots, entries)
 
@@ -84,7 +84,7 @@ class OpenTable:
             return -1
         entry = self._free.pop()
         at = self._at + entry * ENTRY_BYTES
-        self._bases[entry], self._slots[entry] = _NOTHING, slots
+        self._slots[entry] = slots
         for slot in slots:
             self._lag[slot] = self._cached[slot] = 0
             self._owner[slot] = entry
@@ -95,7 +95,7 @@ class OpenTable:
 
     def released(self, entry: int, slot: int, computed: int, emitted: int, delivered: int) -> None:
         """The slot's counts are final, and are kept with the exchange from now on."""
-        old = self._bases[entry]
+        old = self._bases.get(entry, _NOTHING)
         cached = max(old[3], self._cached[slot])
         base = self._bases[entry] = (old[0] + computed, old[1] + emitted, old[2] + delivered, cached)
         # A process that dies here has the counts in both places; `slot` says so.
@@ -104,7 +104,7 @@ class OpenTable:
 
     def delivered(self, entry: int, tokens: int) -> None:
         """What an exchange without slots has delivered by now: its reader is slow."""
-        computed, emitted, _, cached = self._bases[entry]
+        computed, emitted, _, cached = self._bases.get(entry, _NOTHING)
         self._bases[entry] = (computed, emitted, tokens, cached)
         _DELIVERED.pack_into(self._memory, self._at + entry * ENTRY_BYTES + 16, tokens)
 
@@ -115,6 +115,8 @@ class OpenTable:
         for slot in self._slots[entry]:
             if self._owner[slot] == entry:
                 self._owner[slot] = -1
+        if self._bases:
+            self._bases.pop(entry, None)
         self._free.append(entry)
 
     def release(self) -> None:

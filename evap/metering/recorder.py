@@ -58,6 +58,7 @@ class Recorder:
         self._taken = 0  # records that the thread has dealt with
         self._put = 0
         self.state = State.OK
+        self.accepting = True  #: False when State.FULL
         self.detail = ""
         self.durable = 0  #: records committed to the ledger
         self.spooled = spool.stat().st_size if spool.exists() else 0  #: bytes in the spool file
@@ -79,10 +80,6 @@ class Recorder:
     def pending(self) -> int:
         """Records that are neither in the ledger nor in the spool file."""
         return self._put - self._taken
-
-    @property
-    def accepting(self) -> bool:
-        return self.state is not State.FULL
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what was put before is dealt with. Not for the loop's thread. False when it took too long."""
@@ -192,7 +189,7 @@ class Recorder:
 
     def _enter(self, state: State, detail: str) -> None:
         changed = state is not self.state
-        self.state, self.detail = state, detail
+        self.state, self.detail, self.accepting = state, detail, state is not State.FULL
         if changed:
             self._on_state(state, detail)
 
