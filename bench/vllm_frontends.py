@@ -132,7 +132,7 @@ class Running:
         self.process = Process(command, core=None, env={**ENV, **peer.env})
 
     def wait(self) -> None:
-        self.process.wait_port(self.port, 300)
+        self.process.wait_port(self.port, 900)
         probe = [
             "curl",
             "-sf",
