@@ -109,8 +109,8 @@ class Engine:
             self._outbox.add(seq.slot, seq.generation, seq.cached, 0, META | NO_TOKEN)
             self._rows[seq] = self._row(seq)
         if work:
-            work, logits = self._forward(work)
-            self._publish(work, *self._sample(work, logits))
+            work, hidden = self._forward(work)
+            self._publish(work, *self._sample(work, hidden))
             self.steps += 1
         records, self._outbox = self._outbox, Records()
         return records
@@ -136,7 +136,7 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, work: Sequence[Work]) -> tuple[list[Work], torch.Tensor]:
-        """The work in the order in which it was computed, and logits of the items that are `last` in it."""
+        """The work in the order in which it was computed, and what the head sees of those that are `last` in it."""
         loaded = self._loaded
         lanes = [Lane(item.seq.blocks, item.start, item.count) for item in work]
         by = order(lanes)
@@ -147,13 +147,13 @@ class Engine:
             ids += item.seq.tokens[item.start : item.start + item.count]
             if item.last:
                 ends.append(len(ids) - 1)
-        logits = loaded.model.forward(
+        hidden = loaded.model.hidden(
             torch.tensor(ids, device=loaded.device),
             self._planner.plan([lanes[i] for i in by]),
             self._variants(work) if self._dynamic else (),
             None if len(ends) == len(ids) else torch.tensor(ends, dtype=torch.int64, device=loaded.device),
         )
-        return work, logits
+        return work, hidden
 
     def _variants(self, work: Sequence[Work]) -> list[int]:
         rope = self._loaded.config.rope
@@ -164,13 +164,15 @@ class Engine:
         ]
 
     @torch.inference_mode()
-    def _sample(self, work: Sequence[Work], logits: torch.Tensor) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _sample(self, work: Sequence[Work], hidden: torch.Tensor) -> tuple[list[int], list[TokenLogprobs | None]]:
         """A token and log probabilities for each item of work (0 and None unless `last`)."""
         last = [item.seq for item in work if item.last]
         if not last:
             return [0] * len(work), [None] * len(work)
         outputs = [seq.tokens[seq.prompt_len :] for seq in last]
-        tokens, logprobs = sample(logits, [self._rows[seq] for seq in last], outputs)
+        model = self._loaded.model
+        rows = [self._rows[seq] for seq in last]
+        tokens, logprobs = sample(model.logits(hidden), rows, outputs, model.decider(hidden))
         pairs = iter(zip(tokens, logprobs, strict=True))
         both = [next(pairs) if item.last else (0, None) for item in work]
         return [token for token, _ in both], [entry for _, entry in both]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,11 @@ class Model:
         self._rotary = rotary
 
     def forward(self, tokens: Tensor, plan: Plan, variants: Sequence[int], rows: Tensor | None) -> Tensor:
-        """Logits, (len(rows), vocab) in the model's dtype, of the given rows of the step (None: all).
+        """`hidden` and `logits` in one."""
+        return self.logits(self.hidden(tokens, plan, variants, rows))
+
+    def hidden(self, tokens: Tensor, plan: Plan, variants: Sequence[int], rows: Tensor | None) -> Tensor:
+        """What the head sees, (len(rows), hidden), for the given rows of the step (None: all).
 
         tokens: int64 (n,), in the order that `plan` was made for. variants: see `Rotary.angles`. Writes the cache.
         """
@@ -36,11 +40,30 @@ class Model:
             x = layer.output.plus(self._cache.attend(number, qkv, self._config.heads, plan), x)
             y = layer.post_norm(x)
             x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
-        if rows is not None:
-            if not len(rows):
-                return x.new_empty((0, self._config.vocab_size))
-            x = x.index_select(0, rows)
-        return self._weights.head(self._weights.norm(x))
+        return self._weights.norm(x if rows is None else x.index_select(0, rows))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(rows, vocab), in the model's dtype."""
+        if not len(hidden):
+            return hidden.new_empty((0, self._config.vocab_size))
+        return self._weights.head(hidden)
+
+    def decider(self, hidden: Tensor) -> Callable[[int, Sequence[int]], int] | None:
+        """(row, token ids) -> the id with the greatest logit in float32, for ids whose rounded logits are equal.
+
+        bfloat16 has steps of 1/8 where logits are largest, so one greedy token in seventy is a tie of the best, and
+        taking the first would be wrong half of the time. None where rounding is not the question, or where the head
+        is laid out for its product only (a head that is not the embedding, on a CPU).
+        """
+        weight = self._weights.embedding if self._weights.tied else None
+        if weight is None or weight.dtype is torch.float32:
+            return None
+
+        def decide(row: int, ids: Sequence[int]) -> int:
+            lines = weight[torch.tensor(ids, device=weight.device)].float()
+            return ids[int((lines @ hidden[row].float()).argmax())]
+
+        return decide
 
     def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries, keys and values, (n, heads + 2 kv_heads, head_dim); the first two rotated."""

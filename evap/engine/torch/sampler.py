@@ -11,7 +11,7 @@ before any of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ _COLD = 1e-5
 #: Candidates that filters look at before the whole vocabulary is sorted.
 _CANDIDATES = 512
 _MASK = (1 << 64) - 1
+Decide = Callable[[int, Sequence[int]], int]
 
 
 def uniform(seed: int, index: int) -> float:
@@ -102,24 +103,24 @@ class Row:
 
 
 def sample(
-    logits: Tensor, rows: Sequence[Row], outputs: Sequence[Sequence[int]]
+    logits: Tensor, rows: Sequence[Row], outputs: Sequence[Sequence[int]], decide: Decide | None = None
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
     """One token per row of `logits` (rows, vocab), and its log probabilities where asked for.
 
-    outputs: the tokens that each row has generated so far.
+    outputs: the tokens that each row has generated so far. decide: see `Model.decider`; asked when no row is adjusted.
     """
     wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
     adjusted = [i for i, row in enumerate(rows) if row.adjusts(len(outputs[i]))]
     drawn = [i for i, row in enumerate(rows) if not row.greedy]
     if not (wanted or adjusted or drawn):
-        return _best(logits), [None] * len(rows)
+        return _best(logits, decide), [None] * len(rows)
     scores = logits.float()
     raw = torch.log_softmax(scores[wanted], -1) if wanted else None
     if adjusted and scores is logits:
         scores = scores.clone()
     for i in adjusted:
         rows[i].adjust(scores[i], outputs[i])
-    tokens = _best(scores) if len(drawn) < len(rows) else [0] * len(rows)
+    tokens = _best(scores, None if adjusted else decide) if len(drawn) < len(rows) else [0] * len(rows)
     if drawn:
         numbers = [uniform(rows[i].seed, len(outputs[i])) for i in drawn]
         for i, token in zip(drawn, _draw(scores[drawn], [rows[i].sampling for i in drawn], numbers), strict=True):
@@ -131,10 +132,30 @@ def sample(
     return tokens, logprobs
 
 
-def _best(scores: Tensor) -> list[int]:
-    """The first best of each row: `argmax`, but six times faster for bfloat16 on a CPU."""
-    found: list[int] = scores.max(-1).indices.tolist()
-    return found
+def _best(scores: Tensor, decide: Decide | None) -> list[int]:
+    """The best of each row, and of several that are equal the one that `decide` says, or the first."""
+    return [
+        decide(row, ids) if decide is not None and len(ids) > 1 else ids[0] for row, ids in enumerate(_maxima(scores))
+    ]
+
+
+def _maxima(scores: Tensor) -> list[list[int]]:
+    """Ids of the greatest score of each row, ascending; [0] for a row of NaN.
+
+    In two stages, the maximum of short blocks and then a look into those that hold it: a third less time than `max`,
+    an eighth of that of `argmax` (bfloat16 on a CPU), and ties come to light.
+    """
+    rows, vocab = scores.shape
+    width = math.gcd(vocab, 256)
+    blocks = scores.view(rows, -1, width if width >= 16 else vocab)
+    tops = blocks.amax(-1)
+    best = tops.amax(-1, keepdim=True)
+    row, block = (tops == best).nonzero(as_tuple=True)
+    hit, offset = (blocks[row, block] == best[row]).nonzero(as_tuple=True)
+    found: list[list[int]] = [[] for _ in range(rows)]
+    for at, token in zip(row[hit].tolist(), (block[hit] * blocks.shape[2] + offset).tolist(), strict=True):
+        found[at].append(token)
+    return [ids or [0] for ids in found]
 
 
 def _logprobs(line: Tensor, token: int, count: int) -> TokenLogprobs:

@@ -39,6 +39,7 @@ class Weights:
     layers: list[Layer]
     norm: RmsNorm
     head: Linear
+    tied: bool  # the head is the embedding
 
 
 class Store:
@@ -124,4 +125,4 @@ def load_weights(
             progress(f"loading weights: layer {number + 1} of {config.layers}")
     tied = config.tied or "lm_head.weight" not in store
     head = Linear(embedding, None) if tied else linear("lm_head")
-    return Weights(embedding, layers, norm("model.norm"), head)
+    return Weights(embedding, layers, norm("model.norm"), head, tied)

@@ -152,7 +152,7 @@ def test_out_of_memory_is_recognised_and_costs_the_largest_request(
         it.submit(slot, 1, GenerateRequest(prompt_ids=[5] * length, sampling=greedy(3)))
     outcome = Outcome()
     with monkeypatch.context() as patch:
-        patch.setattr(it._loaded.model, "forward", lambda *args: torch.empty(1 << 60))
+        patch.setattr(it._loaded.model, "hidden", lambda *args: torch.empty(1 << 60))
         with pytest.raises(RuntimeError) as caught:
             it.step()
     assert it.is_out_of_memory(caught.value)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from evap.config import EngineConfig
 from evap.engine.torch import model as module
-from evap.engine.torch.load import BLOCK_SIZE, Loaded
+from evap.engine.torch.load import BLOCK_SIZE, Loaded, load
 from evap.engine.torch.model import pick_device, pick_dtype
 from evap.engine.torch.plan import Lane, Planner
 from tests.engine.torch.test_rope import KINDS
@@ -66,6 +67,24 @@ def test_only_the_rows_asked_for_are_projected(make: Maker) -> None:
         none = loaded.model.forward(ids, plan, (), torch.tensor([], dtype=torch.int64))
     assert torch.allclose(some, whole[[3, 19]], atol=1e-5)
     assert none.shape == (0, 128)
+
+
+def test_rounded_equals_are_decided_in_float32(make: Maker) -> None:
+    _, path = make(tie_word_embeddings=True)
+    loaded = load(EngineConfig(dtype="bfloat16", threads=1, kv_cache_mb=1), path, lambda line: None)
+    model = loaded.model
+    hidden = torch.randn(2, 32).to(torch.bfloat16)
+    decide = model.decider(hidden)
+    assert decide is not None
+    exact = hidden.float() @ model._weights.embedding.float().T
+    for row in (0, 1):
+        assert decide(row, list(range(20, 128))) == 20 + int(exact[row, 20:].argmax())
+
+
+def test_nobody_decides_what_is_not_rounded_or_cannot_be_looked_up(make: Maker) -> None:
+    hidden = torch.zeros(1, 32)
+    assert load_tiny(make(tie_word_embeddings=True)[1]).model.decider(hidden) is None
+    assert load_tiny(make(tie_word_embeddings=False)[1]).model.decider(hidden) is None
 
 
 def test_bfloat16_is_chosen_only_where_it_is_native(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -56,6 +57,35 @@ def test_greedy_takes_the_first_best() -> None:
     logits = torch.zeros(2, VOCAB, dtype=torch.bfloat16)
     logits[:, 7] = logits[:, 900] = 3
     assert sample(logits, [row(temperature=0.0)] * 2, [[], []]) == ([7, 7], [None, None])
+
+
+@pytest.mark.parametrize("vocab", [128, 300, 1501, 49152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_is_found_with_all_its_equals(vocab: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(5, vocab).to(dtype)
+    logits[1, [3, 40, vocab - 1]] = 9
+    logits[2, vocab - 1] = 9
+    logits[3] = math.nan
+    logits[4] = -math.inf
+    found = sampler._maxima(logits)
+    assert found[0][0] == int(logits[0].float().argmax())
+    assert found[1:4] == [[3, 40, vocab - 1], [vocab - 1], [0]]
+    assert found[4] == list(range(vocab))
+
+
+def test_equals_are_decided_by_whoever_can() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[0, [4, 5]] = logits[1, 6] = logits[2, [8, 9]] = 1.0
+    asked: list[tuple[int, list[int]]] = []
+
+    def decide(line: int, ids: Sequence[int]) -> int:
+        asked.append((line, list(ids)))
+        return ids[-1]
+
+    rows = [row(temperature=0.0)] * 3
+    assert sample(logits, rows, [[]] * 3, decide)[0] == [5, 6, 9]
+    assert asked == [(0, [4, 5]), (2, [8, 9])]
+    assert sample(logits, rows, [[]] * 3)[0] == [4, 6, 8]
 
 
 def test_frequencies_follow_the_softmax() -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.model
 
 #: Logits are of order 10; two ways to sum the same float32 products differ by this much.
 TOLERANCE = 2e-3
-TOKENS = 24
+TOKENS = 16
 CHAT = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 QUESTIONS = (
     "What is the capital of France?",
@@ -75,6 +75,7 @@ def test_logits(loaded: Loaded, theirs: Any, asked: list[list[int]]) -> None:
 @pytest.mark.parametrize("together", [True, False])
 def test_greedy_tokens(loaded: Loaded, theirs: Any, asked: Sequence[list[int]], chunk: int, together: bool) -> None:
     it = Engine(loaded, max_running=4, prefill_chunk=chunk)
+    asked = asked if together else asked[::2]
     wanted = {slot: reference(theirs, prompt, TOKENS) for slot, prompt in enumerate(asked)}
     for cached in (False, True):
         outcome = generate(it, [(prompt, greedy(TOKENS)) for prompt in asked], together)
@@ -82,12 +83,14 @@ def test_greedy_tokens(loaded: Loaded, theirs: Any, asked: Sequence[list[int]], 
         assert all((outcome.cached[slot] > len(prompt) - 17) for slot, prompt in enumerate(asked)) or not cached
 
 
-def test_it_knows_the_capital_of_france(loaded: Loaded, directory: Path, asked: list[list[int]]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_it_knows_the_capital_of_france(directory: Path, asked: list[list[int]], dtype: str) -> None:
+    """In bfloat16 "The" and "L" are equally likely first tokens; in float32 "The" is ahead by a tenth."""
     from tokenizers import Tokenizer
 
-    outcome = generate(
-        Engine(loaded, max_running=4, prefill_chunk=512), [(asked[0], SamplingParams(max_tokens=50, temperature=0.0))]
-    )
+    loaded = load(EngineConfig(dtype=dtype, kv_cache_mb=64), directory, lambda line: None)
+    it = Engine(loaded, max_running=4, prefill_chunk=512)
+    outcome = generate(it, [(asked[0], SamplingParams(max_tokens=50, temperature=0.0))])
     assert outcome.finish[0] is Finish.STOP
     text = Tokenizer.from_file(str(directory / "tokenizer.json")).decode(outcome.tokens[0])
     assert text == "The capital of France is Paris."
