@@ -1,8 +1,8 @@
 """The ledger: one SQLite file, one row for each exchange, kept once whatever is tried twice.
 
 WAL with synchronous=FULL: a commit is on disk when it returns. Rows are written by one connection (`recorder.py`), many
-at a time, as one statement with one JSON parameter: the whole group costs Python one call, so a busy loop on another
-thread hands over the GIL once and not once a row. A trigger keeps sums by day, model and key, in the same commit.
+at a time, in statements of up to 256 rows: each is one call, so a busy loop on another thread hands over the GIL a few
+times for a group and not once for each row. A trigger keeps sums by day, model and key, in the same commit.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ MIGRATIONS: Final = (
     """,  # noqa: S608 - names of ours
 )
 
-_FIELDS: Final = ", ".join(f"value ->> {i}" for i in range(len(COLUMNS)))
-_INSERT: Final = (
-    f"INSERT INTO exchanges ({', '.join(COLUMNS)}) SELECT {_FIELDS} FROM json_each(?) WHERE true"  # noqa: S608
-    " ON CONFLICT (id) DO NOTHING"
-)
+_ROW: Final = f"({', '.join('?' * len(COLUMNS))})"
+_INSERTS: Final = {
+    rows: f"INSERT INTO exchanges ({', '.join(COLUMNS)}) VALUES {', '.join([_ROW] * rows)} ON CONFLICT (id) DO NOTHING"  # noqa: S608
+    for rows in (256, 64, 16, 4, 1)
+}
+_values: Final = msgspec.json.Decoder(list[Any]).decode
 _SELECT: Final = f"SELECT {', '.join(COLUMNS)} FROM exchanges"  # noqa: S608 - names of ours
 
 
@@ -110,8 +111,22 @@ def open_ledger(folder: Path) -> sqlite3.Connection:
 
 
 def insert(db: sqlite3.Connection, rows: Sequence[bytes]) -> None:
-    """Encoded records, all or none; those that are there already are skipped. Durable on return. sqlite3.Error."""
-    db.execute(_INSERT, ((b"[" + b",".join(rows) + b"]").decode(),))
+    """Encoded records, all or none; those that are there are skipped. Durable on return. Raises sqlite3.Error."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        start, left = 0, len(rows)
+        while left:
+            size = next(size for size in _INSERTS if size <= left)
+            values: list[Any] = []
+            for row in rows[start : start + size]:
+                values += _values(row)
+            db.execute(_INSERTS[size], values)
+            start, left = start + size, left - size
+        db.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
+        raise
 
 
 @contextlib.contextmanager

@@ -127,9 +127,6 @@ class Recorder:
                 self._on_durable(len(group))
             self._enter(State.OK, "")
         except (sqlite3.Error, OSError) as error:
-            with contextlib.suppress(sqlite3.Error):
-                if self._db.in_transaction:
-                    self._db.rollback()
             self._set_aside(str(error))
 
     def _group(self) -> list[tuple[bytes, int]]:
