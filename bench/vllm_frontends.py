@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -180,9 +181,10 @@ class Loop:
     """The bare EngineCore loop."""
 
     def __init__(self, model: Path) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         self.process = subprocess.Popen(
             [PY, "-m", "bench.peers.enginecore_loop", str(model), str(KV_BYTES)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env={**os.environ, **ENV, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
         )  # fmt: skip
 
@@ -198,7 +200,11 @@ class Loop:
         assert self.process.stdout is not None
         self.process.stdin.write(f"{concurrency} {requests} {TOKENS}\n")
         self.process.stdin.flush()
-        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise RuntimeError(f"the bare loop ended:\n{self._log.read()[-3000:]}")
+        found: dict[str, Any] = json.loads(line)
         return found
 
     def stop(self) -> None:
@@ -295,13 +301,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="128 concurrent, one pass each, without Rust")
     parser.add_argument("--vllm-rs", default="", help="path of vLLM's Rust front-end")
+    parser.add_argument("--concurrency", default="16,128", help="streams at once, a list")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--rate", type=float, default=10.0, help="requests a second for TTFT and inter-token times")
     parser.add_argument("--seconds", type=float, default=15.0, help="how long, per server and pass")
     parser.add_argument("--model", default="", help="another model directory; default: a tiny random Llama")
     parser.add_argument("--json", default="-", help="where the document goes; - is stdout")
     arguments = parser.parse_args()
-    passes, shapes = (1, ((128, 512),)) if arguments.quick else (arguments.passes, ((16, 256), (128, 1024)))
+    if importlib.util.find_spec("vllm") is None:
+        say("bench.vllm_frontends: skipped, vLLM is not installed here (run it with .venv-vllm/bin/python)")
+        sys.exit(0 if arguments.quick else 2)
+    shapes = [(many, max(256, 8 * many)) for many in map(int, arguments.concurrency.split(","))]
+    passes, shapes = (1, [(128, 512)]) if arguments.quick else (arguments.passes, shapes)
     seconds = min(arguments.seconds, 6.0) if arguments.quick else arguments.seconds
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
