@@ -52,18 +52,19 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _children(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
+    """A process and all that it has started, by pid."""
     yield pid
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
             for child in (task / "children").read_text().split():
-                yield from _children(int(child))
+                yield from descendants(int(child))
 
 
 def cpu_ns(pid: int) -> int:
     """CPU time of a process, its threads and its children so far."""
     total = 0
-    for one in _children(pid):
+    for one in descendants(pid):
         for task in Path(f"/proc/{one}/task").iterdir():
             with contextlib.suppress(OSError):
                 total += int((task / "schedstat").read_text().split()[0])

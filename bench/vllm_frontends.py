@@ -27,12 +27,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.measure import Process, Spread, emit, free_port, machine, say, versions
+from bench.measure import Process, Spread, descendants, emit, free_port, machine, say, versions
 from bench.streams import paced, percentile
 from bench.tiny_llama import build
 
@@ -100,19 +99,11 @@ def front_end(process: Process, child: str) -> int:
     """The pid of the front-end process alone; the engine's processes are its children or siblings."""
     if not child:
         return process.pid
-    for pid in _tree(process.pid):
+    for pid in descendants(process.pid):
         with contextlib.suppress(OSError):
             if child in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]:
                 return pid
     raise RuntimeError(f"no process named {child} under {process.command}")
-
-
-def _tree(pid: int) -> Iterator[int]:
-    yield pid
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            for one in (task / "children").read_text().split():
-                yield from _tree(int(one))
 
 
 def cpu_ns(pid: int) -> int:
