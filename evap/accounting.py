@@ -188,13 +188,13 @@ class Accounting:
 
     # One exchange, in order
 
-    def admit(self, account: Account | None, head: RequestHead, id: str) -> Ticket:
-        """Its rate, its stream, its operation. Raises EvapError, and nothing is held then."""
+    def admit(self, account: Account | None, head: RequestHead, id: str, adapter: str = "") -> Ticket:
+        """Its rate, its stream, its operation. Raises EvapError, and nothing is held then. adapter: a model's name."""
         if self.recorder is not None and not self.recorder.accepting:
             raise Overloaded("usage cannot be recorded at the moment", code="ledger_unavailable", retry_after_s=5)
         header = head.get(b"idempotency-key")
         ticket = Ticket(account, operations.read(header) if header is not None else "")
-        if account is not None and not account.key.may_use(self.model):
+        if account is not None and not account.key.may_use(adapter or self.model):
             raise PermissionDenied(f"key '{account.key.id}' may not use this model", param="model", code="model_denied")
         if ticket.operation:
             self._operations.begin(ticket.key_id, ticket.operation, id)
@@ -239,7 +239,7 @@ class Accounting:
             return
         ticket, request = exchange.account, exchange.request
         note = _note((
-            exchange.renderer.id, ticket.key_id, ticket.operation, self.model,
+            exchange.renderer.id, ticket.key_id, ticket.operation, exchange.adapter or self.model,
             (exchange.opened_ns + self._wall_offset_ns) // 1000, len(exchange.prompt_ids), request.n,
         ))  # fmt: skip
         slots = [choice.slot for choice in exchange.choices]
@@ -259,7 +259,7 @@ class Accounting:
         if ticket.account is not None:
             accounts.settle(ticket, charged(usage, bill))
         record = Record(
-            id, ticket.key_id, operation, self.model, (exchange.opened_ns + wall) // 1000,
+            id, ticket.key_id, operation, exchange.adapter or self.model, (exchange.opened_ns + wall) // 1000,
             (exchange.first_ns + wall) // 1000 if exchange.first_ns else 0,
             (ticket.last_ns + wall) // 1000 if exchange.first_ns and ticket.last_ns else 0, (now_ns + wall) // 1000,
             usage.prompt, usage.cached, usage.computed, usage.emitted, usage.delivered, bill, ticket.steps,

@@ -118,7 +118,7 @@ class Dispatch:
             model=adapter or self.model,
             created_s=int(self._shell.wall_s()),
         )
-        ticket = self.accounting.admit(account, head, renderer.id)
+        ticket = self.accounting.admit(account, head, renderer.id, adapter)
         exchange = Exchange(
             reply=reply, head=head, request=request, renderer=renderer, text=self.text, headers=headers,
             send_error=self._shell.send_error, stream_buffer=self._config.protocol.stream_buffer_bytes,

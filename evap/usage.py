@@ -121,7 +121,7 @@ class UsagePages:
         over = exchange.state in (State.ANSWERED, State.CANCELLED)
         return {
             "id": exchange.renderer.id, "state": "ending" if over else "running", "key": ticket.key_id,
-            "operation": ticket.operation, "model": self._accounting.model, "prompt": usage.prompt,
+            "operation": ticket.operation, "model": exchange.adapter or self._accounting.model, "prompt": usage.prompt,
             "cached": usage.cached, "computed": usage.computed, "emitted": usage.emitted, "delivered": usage.delivered,
             "billable": billable(self._policy, usage, exchange.end), "choices": exchange.request.n,
             "status": exchange.status, "end": end_of(exchange.ending) or None,

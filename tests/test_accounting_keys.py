@@ -59,6 +59,15 @@ def test_a_model_that_a_key_may_not_use(make: Make) -> None:
     assert error_of(reply)["code"] == "model_denied"
 
 
+def test_an_adapter_is_a_model_of_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = make(key_settings={"alice": {"models": ["lora"]}})
+    monkeypatch.setattr(it.replica, "adapters", ("lora",), raising=False)
+    assert it.ask(key="alice", max_tokens=3).status == 403
+    it.ask(key="alice", max_tokens=3, model="lora")
+    it.loop.run()
+    assert [r.model for r in it.records()] == ["lora"]
+
+
 def test_limits_are_said_in_headers(make: Make) -> None:
     it = make(key_settings={"alice": {"requests_per_minute": 2, "tokens_per_minute": 100}})
     first = it.ask(key="alice", max_tokens=10)
