@@ -189,10 +189,6 @@ def rows(db: sqlite3.Connection, chosen: Filter, *, after: int = 0, limit: int =
     return [(row[0], Record(*row[1:])) for row in db.execute(sql, (*values, after, limit))]
 
 
-def last_seq(db: sqlite3.Connection) -> int:
-    return int(db.execute("SELECT COALESCE(MAX(seq), 0) FROM exchanges").fetchone()[0])
-
-
 def _where(chosen: Filter, day: str) -> tuple[str, list[Any]]:
     tests = {
         f"{day} >= ?": chosen.first_day, f"{day} <= ?": chosen.last_day, "model = ?": chosen.model,

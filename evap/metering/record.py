@@ -18,7 +18,6 @@ FAULTS: Final = frozenset(("engine_failed", "engine_unavailable", "internal_erro
 #: Ends as the transport calls them -> as records call them.
 _ENDS: Final = {"client_reset": "client_abort", "client_gone": "client_abort"}
 INTERRUPTED: Final = "interrupted"  #: the server was killed; settled at the next start
-POLICIES: Final = ("delivered", "emitted")
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
