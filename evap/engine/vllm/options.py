@@ -160,7 +160,8 @@ def _from_flags(config: EngineConfig) -> dict[str, str]:
     ):
         found["kv_cache_memory_bytes"] = str(cpu_kv_bytes(_meminfo()))
     if config.lora:
-        found |= {"enable_lora": "true", "max_loras": str(min(8, len(config.lora)))}
+        # The CPU build's kernels take slot -1 of requests without an adapter for the last slot: it must stay empty.
+        found |= {"enable_lora": "true", "max_loras": str(len(config.lora) + _cpu())}
     return found
 
 
