@@ -5,6 +5,8 @@ by vLLM, which passes on a configuration but no file descriptors. Nothing here i
 
 Doorbell: a FIFO. The engine writes one byte after it has written records; a full FIFO already wakes the reader.
 Log lines: a FIFO too; one line of at most PIPE_BUF bytes is one atomic write, and a full FIFO loses lines, not time.
+The same FIFO tells the engine's processes that evap's is gone, however it went: then it has no reader any more, and
+they end themselves. vLLM's own would stay for ever, and keep the GPU's memory.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import mmap
 import os
 import select
 import shutil
+import signal
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -31,6 +35,8 @@ Prints: TypeAlias = npt.NDArray[np.uint64]
 CONFIG_KEY: Final = "evap"
 RING_RECORDS: Final = 1 << 14
 FINGERPRINT_SEED: Final = 0x9E3779B97F4A7C15
+_PREFIX: Final = "evap-vllm-"
+_GRACE_S: Final = 5.0
 _MIX: Final = np.uint64(0xBF58476D1CE4E5B9)
 _LEVELS: Final = {logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL}
 
@@ -73,7 +79,9 @@ class Shared:
 
     def __init__(self, *, capacity: int = RING_RECORDS) -> None:
         base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  # memory, not a place for files
-        self.path = Path(tempfile.mkdtemp(prefix="evap-vllm-", dir=base))
+        folder = Path(base or tempfile.gettempdir())
+        _sweep(folder)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=folder))
         self.capacity = capacity
         self.ring_path = self.path / "ring"
         with self.ring_path.open("wb") as file:
@@ -88,7 +96,8 @@ class Shared:
 
     def logging_file(self) -> str:
         """A logging configuration (JSON, dictConfig) with which vLLM's processes send their lines here."""
-        handler = {"()": f"{__name__}.PipeHandler", "path": str(self.path / "log"), "level": "INFO"}
+        handler: dict[str, Any] = {"()": f"{__name__}.PipeHandler", "path": str(self.path / "log"), "level": "INFO"}
+        handler["owner"] = os.getpid()
         wanted = {"handlers": ["evap"], "level": "INFO", "propagate": False}
         document = {"version": 1, "disable_existing_loggers": False, "handlers": {"evap": handler}}
         path = self.path / "logging.json"
@@ -101,6 +110,14 @@ class Shared:
             os.close(fd)
         self.ring.close()
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes of ours left that were killed."""
+    for path in folder.glob(_PREFIX + "*"):
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def map_file(path: str | Path) -> mmap.mmap:
@@ -117,11 +134,16 @@ def _fifo(path: Path) -> int:
 
 
 class PipeHandler(logging.Handler):
-    """Log records of a vLLM process, one JSON array [level, process, message] a line."""
+    """Log records of a vLLM process, one JSON array [level, process, message] a line.
 
-    def __init__(self, path: str, level: int | str = logging.INFO) -> None:
+    In any process but `owner` (0: in none) it also watches for the owner's end, and then ends its own process.
+    """
+
+    def __init__(self, path: str, level: int | str = logging.INFO, owner: int = 0) -> None:
         super().__init__(level)
         self._fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        if owner and os.getpid() != owner:
+            threading.Thread(target=_end_with_reader, args=(os.dup(self._fd),), daemon=True, name="evap-owner").start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -137,6 +159,16 @@ class PipeHandler(logging.Handler):
         if record.exc_info and record.exc_info[0] is not None:
             text += f" ({record.exc_info[0].__name__}: {record.exc_info[1]})"
         return json.dumps([record.levelno, record.processName, text[:most]]).encode() + b"\n"
+
+
+def _end_with_reader(fd: int) -> None:
+    """Wait until the FIFO has no reader; then end this process, by force if it does not go."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    poll.poll()  # POLLERR is reported whether asked for or not
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(_GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def parse_lines(data: bytes) -> list[tuple[int, str, str]]:

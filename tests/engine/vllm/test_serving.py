@@ -234,3 +234,18 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(small: Server) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 4
     assert gauge(small, "engine_restarts_total") == 1
     assert gauge(small, "engine_mismatches_total") == 0
+
+
+def test_the_engine_does_not_outlive_a_killed_server(tiny: Path) -> None:
+    """Nobody is left to stop it, and it would keep its memory."""
+    prepare_environment()
+    server = Server("--engine", "vllm", "--port", "0", "--enforce-eager", "--model", str(tiny), "--kv-cache-mb", "16")
+    try:
+        server.wait_ready(300)
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(processes) >= 2
+        server.process.kill()
+        _gone, alive = psutil.wait_procs(processes, timeout=30)
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        server.kill()

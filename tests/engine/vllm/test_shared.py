@@ -6,7 +6,11 @@ import json
 import logging
 import logging.config
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +52,52 @@ def test_the_directory_is_private_and_goes_away() -> None:
     assert it.path.stat().st_mode & 0o077 == 0
     it.close()
     assert not it.path.exists()
+
+
+LEAVES = """
+import os
+from evap.engine.vllm.shared import Shared
+print(Shared().path, flush=True)
+os._exit(9)
+"""
+
+
+def test_what_a_killed_process_left_is_swept() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", LEAVES],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert child.stdout
+    left = Path(child.stdout.strip())
+    assert left.is_dir()
+    other = Shared(capacity=8)
+    it = Shared(capacity=8)
+    assert not left.exists()
+    assert other.path.exists()  # its process lives
+    it.close()
+    other.close()
+
+
+ENGINE = """
+import sys, time
+from evap.engine.vllm.shared import PipeHandler
+handler = PipeHandler(sys.argv[1], owner=1)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_engines_processes_end_with_evaps(shared: Shared) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(shared.path / "log")], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "up\n"
+    assert child.poll() is None
+    os.close(shared.log_fd)  # as when the process ends
+    assert child.wait(30) == -signal.SIGTERM
+    child.stdout.close()
+    shared.log_fd = os.open(os.devnull, os.O_RDONLY)
 
 
 def test_log_lines_arrive_whole(shared: Shared) -> None:
