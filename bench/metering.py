@@ -39,9 +39,9 @@ from typing import Any
 import numpy as np
 
 from bench.measure import Process, emit, free_port, h2load, machine, say, versions
-from evap.metering import build, journal, layout, ledger, recorder
+from evap.metering import build, layout, ledger, opened, recorder
 from evap.metering.page import PageReader, format_page
-from evap.metering.record import Record, encode
+from evap.metering.record import Record
 from evap.metering.writer import CompiledMeter, Join, MeterWriter, NumpyMeter
 
 SLOTS, ROWS = 1024, 64
@@ -155,17 +155,18 @@ def durable(folder: Path, seconds: float) -> dict[str, Any]:
         now_ns = time.monotonic_ns()
         taken.extend((now_ns - put[next(durable_at)]) / 1e6 for _ in range(count))
 
-    ring = journal.Journal(folder / "journal", 16 << 20)
-    writer = recorder.Recorder(ledger.open_ledger(folder), ring, folder / "spool", on_durable=committed)
+    table = opened.OpenTable(folder / "open", 1, 8192)
+    writer = recorder.Recorder(ledger.open_ledger(folder), table, folder / "spool", on_durable=committed)
     writer.start()
     start = time.monotonic()
     for number, at in enumerate(arrivals(seconds)):
         wait = start + at - time.monotonic()
         if wait > 0:
             time.sleep(wait)
-        row = encode(record(number))
+        made, entry = record(number), table.open(b"", (), whole=True)
         put.append(time.monotonic_ns())
-        writer.put(row)
+        table.settle(entry, (0, 0, 0), (0, 200, 200, 200, 200, 200), 200, False, "stop")
+        writer.put(made, entry)
     if not writer.close() or len(taken) != len(put):
         raise RuntimeError("the ledger did not keep up")
     return {**percentiles(taken), "exchanges": len(taken), "per_s": RATE}

@@ -21,14 +21,13 @@ from evap.config import MeterConfig
 from evap.errors import EvapError, Overloaded, PermissionDenied, StartupError, Unauthenticated
 from evap.exchange import Exchange
 from evap.messages import SamplingParams, Usage
-from evap.metering import accounts, journal, keys, ledger, opened, operations, prices, recorder
+from evap.metering import accounts, keys, ledger, opened, operations, prices, recorder
 from evap.metering.accounts import Account, Ticket
 from evap.metering.record import (
     INTERRUPTED,
     Record,
     billable,
     charged,
-    encode,
     end_of,
     used_up,
 )
@@ -41,6 +40,8 @@ RECENT: Final = 10_000
 _note: Final = msgspec.msgpack.Encoder().encode
 _read_note: Final = msgspec.msgpack.Decoder(tuple[str, str, str, str, int, int, int]).decode
 MAX_MODEL_BYTES: Final = 256
+#: Exchanges that may be open or on their way into the ledger, at least.
+MIN_ENTRIES: Final = 8192
 
 
 class Accounting:
@@ -105,27 +106,25 @@ class Accounting:
 
     def _open_files(self, folder: Path) -> None:
         db = ledger.open_ledger(folder)
-        left, spool = folder / "journal", folder / recorder.SPOOL
-        table = folder / "open"
-        rows = journal.recover(left) + recorder.read_spool(spool)
-        survivors = opened.recover(table)
-        rows += [encode(record) for s in survivors if (record := self._interrupted(s)) is not None]
+        spool, table = folder / recorder.SPOOL, folder / "open"
+        left = opened.recover(table)
+        rows = recorder.read_spool(spool) + [record for s in left if (record := self._survived(s)) is not None]
         for start in range(0, len(rows), recorder.MAX_GROUP):
             ledger.insert(db, rows[start : start + recorder.MAX_GROUP])
         spool.unlink(missing_ok=True)
-        if survivors:
-            logger.warning("%d exchanges were open when the last server was killed: settled now", len(survivors))
+        if killed := sum(s.final is None for s in left):
+            logger.warning("%d exchanges were open when the last server was killed: settled now", killed)
         for used in ledger.last_operations(db, operations.REMEMBERED + 1):
             self._operations.remember(*used)
         wall_s = self._wall_ns() // 1_000_000_000
         today, month = wall_s // 86_400, accounts.month_start(wall_s)
         accounts.load_used(self._accounts, ledger.charged_since(db, today), ledger.charged_since(db, month))
-        ring = journal.Journal(left, self._config.journal_mb << 20)
-        self.table = opened.OpenTable(table, self._slots, 2 * self._slots)
-        self.recorder = recorder.Recorder(db, ring, spool, on_state=_say_state)
+        self.table = opened.OpenTable(table, self._slots, max(MIN_ENTRIES, 4 * self._slots))
+        self.recorder = recorder.Recorder(db, self.table, spool, on_state=_say_state)
         self.recorder.start()
 
-    def _interrupted(self, survivor: opened.Survivor) -> Record | None:
+    def _survived(self, survivor: opened.Survivor) -> Record | None:
+        """The record of an exchange that a killed process left: as it was settled, or as it was interrupted."""
         try:
             id, key, operation, model, opened_us, prompt, choices = _read_note(survivor.note)
         except msgspec.DecodeError:  # killed within the microsecond in which its note was written: it had no token yet
@@ -135,11 +134,18 @@ class Accounting:
             prompt=prompt, cached=survivor.cached, computed=survivor.computed, emitted=survivor.emitted,
             delivered=survivor.delivered,
         )  # fmt: skip
-        kept = used_up(operation, end=INTERRUPTED, delivered=usage.delivered, submitted=True)
+        final = survivor.final
+        if final is None:
+            bill = billable(self._config.billable, usage, INTERRUPTED)
+            kept = bool(used_up(operation, end=INTERRUPTED, delivered=usage.delivered, submitted=True))
+            final = opened.Settled(
+                0, 0, self._wall_ns() // 1000, usage.cached, usage.computed, usage.emitted, usage.delivered, bill, 0, 0,
+                kept, INTERRUPTED,
+            )  # fmt: skip
         return Record(
-            id, key, kept, model, opened_us, 0, 0, self._wall_ns() // 1000, usage.prompt, usage.cached, usage.computed,
-            usage.emitted, usage.delivered, billable(self._config.billable, usage, INTERRUPTED), 0, choices, 0,
-            INTERRUPTED,
+            id, key, operation if final.kept else "", model, opened_us, final.first_us, final.last_us, final.settled_us,
+            prompt, final.cached, final.computed, final.emitted, final.delivered, final.billable, final.steps, choices,
+            final.status, final.end,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -220,7 +226,9 @@ class Accounting:
         """`sampling` with what the budgets leave. Raises RateLimited, QuotaExceeded, or Overloaded."""
         ticket = exchange.account
         if self.table is not None and self.table.full:
-            raise Overloaded("too many answers wait for their readers; try again later", retry_after_s=1)
+            raise Overloaded(
+                "too many answers wait for their readers or for the ledger; try again later", retry_after_s=1
+            )
         if ticket.account is None:
             return sampling
         request = exchange.request
@@ -266,15 +274,19 @@ class Accounting:
             exchange.request.n, exchange.status, end,
         )  # fmt: skip
         ticket.usage, ticket.record = usage, record
+        if self.recorder is not None:
+            if ticket.entry >= 0 and self.table is not None:
+                self.table.settle(
+                    ticket.entry, (record.first_us, record.last_us, record.settled_us),
+                    (usage.cached, usage.computed, usage.emitted, usage.delivered, bill, ticket.steps),
+                    exchange.status, bool(operation), end,
+                )  # fmt: skip
+            self.recorder.put(record, ticket.entry)
         self._keep(record)
-        if ticket.entry >= 0 and self.table is not None:
-            self.table.close(ticket.entry)
         self.running.pop(id, None)
         return record
 
     def _keep(self, record: Record) -> None:
-        if self.recorder is not None:
-            self.recorder.put(encode(record))
         # Beside the dictionary, whose first entry is found by walking over all that were deleted before it.
         self.recent[record.id] = record
         self._order.append(record.id)

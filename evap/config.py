@@ -135,7 +135,6 @@ class MeterConfig:
     billable: str = opt("delivered", "tokens of an answer that count", choices=("delivered", "emitted"))
     prices: str = opt("", "TOML file with prices per model, for costs in /v1/usage")
     usage_sink: str = opt("", "postgresql:// URL to which usage records are copied in the background")
-    journal_mb: int = opt(16, "memory for records that are not in the ledger yet", low=1, high=1024)
     hang_timeout_s: float = opt(
         120.0, "seconds without progress of a working engine after which /ready is 503; 0 never", low=0
     )

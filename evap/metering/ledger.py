@@ -57,7 +57,6 @@ _INSERTS: Final = {
     rows: f"INSERT INTO exchanges ({', '.join(COLUMNS)}) VALUES {', '.join([_ROW] * rows)} ON CONFLICT (id) DO NOTHING"  # noqa: S608
     for rows in (256, 64, 16, 4, 1)
 }
-_values: Final = msgspec.json.Decoder(list[Any]).decode
 _SELECT: Final = f"SELECT {', '.join(COLUMNS)} FROM exchanges"  # noqa: S608 - names of ours
 
 
@@ -110,16 +109,16 @@ def open_ledger(folder: Path) -> sqlite3.Connection:
     return db
 
 
-def insert(db: sqlite3.Connection, rows: Sequence[bytes]) -> None:
-    """Encoded records, all or none; those that are there are skipped. Durable on return. Raises sqlite3.Error."""
+def insert(db: sqlite3.Connection, records: Sequence[Record]) -> None:
+    """All or none; those that are there are skipped. Durable on return. Raises sqlite3.Error."""
     db.execute("BEGIN IMMEDIATE")
     try:
-        start, left = 0, len(rows)
+        start, left = 0, len(records)
         while left:
             size = next(size for size in _INSERTS if size <= left)
             values: list[Any] = []
-            for row in rows[start : start + size]:
-                values += _values(row)
+            for record in records[start : start + size]:
+                values += msgspec.structs.astuple(record)
             db.execute(_INSERTS[size], values)
             start, left = start + size, left - size
         db.execute("COMMIT")

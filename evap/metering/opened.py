@@ -1,16 +1,18 @@
-"""Open exchanges in a mapped file: after kill -9 the next start settles each of them with its true counts.
+"""Open exchanges, and those that are not in the ledger yet, in a mapped file: what survives kill -9.
 
 Per token nothing is written here that would not be written anyway: `computed`, `lag` and `cached` are arrays by slot,
 and the loop's own count of computed tokens *is* the first of them. An exchange that is on rows has delivered all that
 was computed; where that is not so (text held back, a slow reader) `lag` says by how much. Per exchange a few numbers
-are packed: at its start, at the end of each of its slots, at its end.
+are packed: at its start, at its end, and where it gives slots back before its end.
 
     byte 0      magic, slots, entries (u64 each)
     byte 64     owner, computed, lag, cached: int32 by slot; owner is the entry of the slot's exchange, or -1
-    then        entries, ENTRY_BYTES each: u32 phase, i32 the slot whose counts `base` has taken over last, u32 base
-                computed, emitted, delivered, cached, u32 flags, u16 length of the note, the note
+    then        entries, ENTRY_BYTES each: u32 phase (FREE, OPEN, SETTLED), i32 the slot whose counts `base` has taken
+                over last, u32 base computed, emitted, delivered, cached, u32 flags, u16 length of the note; what
+                `Settled` has, once it is; the note
 
-The counters page (`page.py`) is for readers in other processes, who need its tags; this is read when nobody writes.
+The page cache keeps the file when the process dies. The counters page (`page.py`) is for readers in other processes,
+who need its tags; this is read when nobody writes.
 """
 
 from __future__ import annotations
@@ -28,27 +30,50 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 
 MAGIC: Final = int.from_bytes(b"EVAPOPN1", "little")
-ENTRY_BYTES: Final = 768
+ENTRY_BYTES: Final = 896
 _START: Final = 64
 _HEADER: Final = struct.Struct("<QQQ")
 _ENTRY: Final = struct.Struct("<IiIIIIIH")
+_FINAL: Final = struct.Struct("<QQQIIIIIIHB32s")
+_FINAL_AT: Final = 32
+_NOTE_AT: Final = 128
 _BASE: Final = struct.Struct("<iIIII")  # from byte 4 of an entry
 _DELIVERED: Final = struct.Struct("<I")
-MAX_NOTE_BYTES: Final = ENTRY_BYTES - _ENTRY.size
+MAX_NOTE_BYTES: Final = ENTRY_BYTES - _NOTE_AT
+_GAP: Final = bytes(_NOTE_AT - _ENTRY.size)
 _FREE: Final = b"\0\0\0\0"
 _OPEN: Final = 1
+_SETTLED: Final = (2).to_bytes(4, "little")
 _NOTHING: Final = (0, 0, 0, 0)
 _WHOLE: Final = 1  #: nothing is delivered before the end
 
 
+class Settled(NamedTuple):
+    """What is settled of an exchange, besides its note. kept: it has used its operation up."""
+
+    first_us: int
+    last_us: int
+    settled_us: int
+    cached: int
+    computed: int
+    emitted: int
+    delivered: int
+    billable: int
+    steps: int
+    status: int
+    kept: bool
+    end: str
+
+
 class Survivor(NamedTuple):
-    """An exchange that was open when its process died."""
+    """An exchange that was open, or not in the ledger yet (then `final` is there), when its process died."""
 
     note: bytes
     cached: int
     computed: int
     emitted: int
     delivered: int
+    final: Settled | None = None
 
 
 class OpenTable:
@@ -72,6 +97,7 @@ class OpenTable:
         self._slots: list[Sequence[int]] = [()] * entries
         self._bases: dict[int, tuple[int, int, int, int]] = {}  # of those that have given slots back
         self._free = list(range(entries))
+        self._entries = entries
         _HEADER.pack_into(self._memory, 0, MAGIC, slots, entries)
 
     @property
@@ -88,7 +114,7 @@ class OpenTable:
         for slot in slots:
             self._lag[slot] = self._cached[slot] = 0
             self._owner[slot] = entry
-        start = _ENTRY.pack(_OPEN, -1, 0, 0, 0, 0, _WHOLE if whole else 0, len(note)) + note
+        start = _ENTRY.pack(_OPEN, -1, 0, 0, 0, 0, _WHOLE if whole else 0, len(note)) + _GAP + note
         self._memory[at + 4 : at + len(start)] = start[4:]
         self._memory[at : at + 4] = start[:4]  # now it counts
         return entry
@@ -108,16 +134,35 @@ class OpenTable:
         self._bases[entry] = (computed, emitted, tokens, cached)
         _DELIVERED.pack_into(self._memory, self._at + entry * ENTRY_BYTES + 16, tokens)
 
-    def close(self, entry: int) -> None:
-        """The exchange is settled, and its record is in the journal."""
+    def settle(
+        self,
+        entry: int,
+        times: tuple[int, int, int],
+        counts: tuple[int, int, int, int, int, int],
+        status: int,
+        kept: bool,
+        end: str,
+    ) -> None:
+        """It is over. times: first, last, settled; counts: cached, computed, emitted, delivered, billable, steps."""
         at = self._at + entry * ENTRY_BYTES
-        self._memory[at : at + 4] = _FREE
+        _FINAL.pack_into(self._memory, at + _FINAL_AT, *times, *counts, status, kept, end.encode()[:32])
+        self._memory[at : at + 4] = _SETTLED
         for slot in self._slots[entry]:
             if self._owner[slot] == entry:
                 self._owner[slot] = -1
         if self._bases:
             self._bases.pop(entry, None)
+
+    def free(self, entry: int) -> None:
+        """Its record is durable. May be called from another thread than the loop's."""
+        at = self._at + entry * ENTRY_BYTES
+        self._memory[at : at + 4] = _FREE
         self._free.append(entry)
+
+    @property
+    def crowded(self) -> bool:
+        """More than half of the entries are taken."""
+        return len(self._free) * 2 < self._entries
 
     def release(self) -> None:
         """Let go of the memory."""
@@ -154,7 +199,13 @@ def recover(path: Path) -> list[Survivor]:
     for entry in range(entries):
         at = start + entry * ENTRY_BYTES
         phase, taken, *base, flags, size = _ENTRY.unpack_from(data, at)
+        if phase not in (_OPEN, _SETTLED[0]):
+            continue
+        note = data[at + _NOTE_AT : at + _NOTE_AT + size]
         if phase != _OPEN:
+            *numbers, kept, end = _FINAL.unpack_from(data, at + _FINAL_AT)
+            final = Settled._make([*numbers, bool(kept), end.rstrip(b"\0").decode(errors="replace")])
+            found.append(Survivor(note, final.cached, final.computed, final.emitted, final.delivered, final))
             continue
         own = np.flatnonzero(owner == entry)
         running = own[own != taken]
@@ -162,9 +213,8 @@ def recover(path: Path) -> list[Survivor]:
         out = 0 if flags & _WHOLE else counted - int(lag[running].sum())
         found.append(
             Survivor(
-                note=data[at + _ENTRY.size : at + _ENTRY.size + size],
-                cached=max(base[3], int(cached[own].max(initial=0))),
-                computed=base[0] + counted, emitted=base[1] + counted, delivered=base[2] + max(0, out),
+                note=note, cached=max(base[3], int(cached[own].max(initial=0))), computed=base[0] + counted,
+                emitted=base[1] + counted, delivered=base[2] + max(0, out),
             )
         )  # fmt: skip
     return found

@@ -1,10 +1,10 @@
 """Makes records durable, off the loop: one thread, one commit for whatever is waiting, and a spool for bad days.
 
-The loop calls `put`: the record goes into the journal (a mapped ring, safe against kill -9) and into a queue. The
-thread commits everything queued as one transaction. While the ledger cannot be written (disk full, file locked) records
-stay in the journal; when that is half full they go to the spool file, and from there into the ledger when it is back.
-When the spool cannot be written either and the journal is full, `accepting` is False: nothing new may be started that
-could not be recorded. Nothing here ever delays a stream.
+The loop calls `put`; the record's entry in the table of open exchanges (`opened.py`) keeps it safe against kill -9
+until it is elsewhere. The thread commits everything queued as one transaction. While the ledger cannot be written (disk
+full, file locked) records stay where they are; when the table is half full they go to the spool file, and from there
+into the ledger when it is back. When the spool cannot be written either, `accepting` is False: nothing new may be
+started that could not be recorded. Nothing here ever delays a stream.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from pathlib import Path
 from typing import Final
 
 from evap.metering import ledger
-from evap.metering.journal import Journal
+from evap.metering.opened import OpenTable
+from evap.metering.record import Record, decode, encode
 
 SPOOL: Final = "spool.jsonl"
 #: The thread waits this long after the first record, so that a busy server commits groups.
 GATHER_S: Final = 0.002
 RETRY_S: Final = 0.5
 MAX_GROUP: Final = 2000
+#: Records of exchanges that never had an entry wait in memory alone.
+MAX_WAITING: Final = 10_000
 
 
 class State(enum.Enum):
     OK = "ok"
     SPOOLING = "spooling"  #: the ledger cannot be written; records are kept elsewhere
-    FULL = "full"  #: nor can the spool, and the journal is full
+    FULL = "full"  #: nor can the spool, and the table is full
     CLOSED = "closed"
 
 
@@ -42,15 +45,15 @@ class Recorder:
     def __init__(
         self,
         db: sqlite3.Connection,
-        journal: Journal,
+        table: OpenTable,
         spool: Path,
         *,
         on_state: Callable[[State, str], None] = lambda state, line: None,
         on_durable: Callable[[int], None] = lambda count: None,
     ) -> None:
-        self._db, self._journal, self._spool = db, journal, spool
+        self._db, self._table, self._spool = db, table, spool
         self._on_state, self._on_durable = on_state, on_durable
-        self._queue: deque[tuple[bytes, int]] = deque()
+        self._queue: deque[tuple[Record, int]] = deque()
         self._wake = threading.Event()
         self._asleep = False
         self._closing = False
@@ -69,9 +72,9 @@ class Recorder:
 
     # The loop's side
 
-    def put(self, row: bytes) -> None:
-        """An encoded record. Returns at once."""
-        self._queue.append((row, self._journal.append(row)))
+    def put(self, record: Record, entry: int) -> None:
+        """A settled exchange, and its entry in the table (-1: none). Returns at once."""
+        self._queue.append((record, entry))
         self._put += 1
         if self._asleep:
             self._wake.set()
@@ -88,7 +91,7 @@ class Recorder:
             return self._idle.wait_for(lambda: self._taken >= until, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Write what is waiting and end. False if the thread could not in time: the journal keeps the rest."""
+        """Write what is waiting and end. False if the thread could not in time: the table keeps the rest."""
         self._closing = True
         self._wake.set()
         self._thread.join(timeout_s)
@@ -121,7 +124,7 @@ class Recorder:
                 self._unspool()
             while self._queue:
                 group = self._group()
-                ledger.insert(self._db, [row for row, _ in group])
+                ledger.insert(self._db, [record for record, _ in group])
                 self.durable += len(group)
                 self._done(group)
                 self._on_durable(len(group))
@@ -129,36 +132,35 @@ class Recorder:
         except (sqlite3.Error, OSError) as error:
             self._set_aside(str(error))
 
-    def _group(self) -> list[tuple[bytes, int]]:
+    def _group(self) -> list[tuple[Record, int]]:
         queue = self._queue
         return [queue[i] for i in range(min(len(queue), MAX_GROUP))]
 
-    def _done(self, group: list[tuple[bytes, int]]) -> None:
+    def _done(self, group: list[tuple[Record, int]]) -> None:
         """These are safe elsewhere."""
-        for _ in group:
+        for _, entry in group:
             self._queue.popleft()
-        position = max(at for _, at in group)
-        if position >= 0:
-            self._journal.free(position)
+            if entry >= 0:
+                self._table.free(entry)
         with self._idle:
             self._taken += len(group)
             self._idle.notify_all()
 
     def _set_aside(self, reason: str) -> None:
-        """The ledger is not to be had. Room in the journal is room in memory; beyond half of it, the spool file."""
-        crowded = self._journal.used * 2 > self._journal.size or self._closing
-        if not crowded:
+        """The ledger is not to be had. Records wait while the table has room for others; then they are spooled."""
+        if not (self._closing or self._table.crowded or len(self._queue) > MAX_WAITING):
             self._enter(State.SPOOLING, reason)
             return
         try:
             while self._queue:
                 group = self._group()
-                self._append_spool(b"".join(row + b"\n" for row, _ in group))
+                self._append_spool(b"".join(encode(record) + b"\n" for record, _ in group))
                 self._done(group)
             self._enter(State.SPOOLING, reason)
         except OSError as error:
-            full = bool(self._queue) and self._queue[-1][1] < 0
-            self._enter(State.FULL if full else State.SPOOLING, f"{reason}; spool: {error.strerror or error}")
+            self._enter(
+                State.FULL if self._table.crowded else State.SPOOLING, f"{reason}; spool: {error.strerror or error}"
+            )
 
     def _append_spool(self, data: bytes) -> None:
         fd = os.open(self._spool, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -191,11 +193,11 @@ class Recorder:
             self._on_state(state, detail)
 
 
-def read_spool(path: Path) -> list[bytes]:
-    """Encoded records; an unfinished last line, of a process that died in it, is left out (the journal has it)."""
+def read_spool(path: Path) -> list[Record]:
+    """An unfinished last line, of a process that died in it, is left out (the table has the record)."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return []
     lines = data.split(b"\n")
-    return [line for line in lines[:-1] if line]
+    return [decode(line) for line in lines[:-1] if line]

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from evap.errors import StartupError
 from evap.metering import ledger
 from evap.metering.ledger import Filter
-from evap.metering.record import Record, encode
+from evap.metering.record import Record
 from tests.metering.rows import DAY_US, record
 
 
 def fill(folder: Path, *records: Record) -> sqlite3.Connection:
     db = ledger.open_ledger(folder)
-    ledger.insert(db, [encode(r) for r in records])
+    ledger.insert(db, records)
     return db
 
 
@@ -48,7 +48,7 @@ def test_sums_are_those_of_what_came_first(
     db = ledger.open_ledger(tmp_path_factory.mktemp("ledger"))
     kept: dict[str, Record] = {}
     for group in groups:
-        ledger.insert(db, [encode(r) for r in group])
+        ledger.insert(db, group)
         for r in group:
             kept.setdefault(r.id, r)
     expected: Counter[tuple[int, str, str]] = Counter()

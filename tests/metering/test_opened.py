@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from evap.metering.opened import ENTRY_BYTES, MAX_NOTE_BYTES, OpenTable, Survivor, recover
+from evap.metering.opened import ENTRY_BYTES, MAX_NOTE_BYTES, OpenTable, Settled, Survivor, recover
 
 SLOTS = 6
 
@@ -25,10 +25,11 @@ class Life(RuleBasedStateMachine):
         #: entry -> note, whole, running slots {slot: [computed, lag, cached]}, counts of released ones
         self.model: dict[int, tuple[bytes, bool, dict[int, list[int]], list[int]]] = {}
         self.number = 0
+        self.settled: set[int] = set()
 
     folder = ""
 
-    @precondition(lambda self: self.free and len(self.model) < 8)
+    @precondition(lambda self: self.free and len(self.model) + len(self.settled) < 8)
     @rule(n=st.integers(1, 3), whole=st.booleans())
     def start(self, n: int, whole: bool) -> None:
         slots = [self.free.pop(0) for _ in range(min(n, len(self.free)))]
@@ -68,7 +69,15 @@ class Life(RuleBasedStateMachine):
             return
         entry = data.draw(st.sampled_from(sorted(self.model)))
         self.free += self.model.pop(entry)[2]
-        self.table.close(entry)
+        self.table.settle(entry, (1, 2, 3), (4, 9, 8, 7, 6, 5), 200, True, "stop")
+        self.settled.add(entry)
+
+    @precondition(lambda self: self.settled)
+    @rule(data=st.data())
+    def durable(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(sorted(self.settled)))
+        self.settled.remove(entry)
+        self.table.free(entry)
 
     @invariant()
     def a_successor_finds_the_counts(self) -> None:
@@ -79,7 +88,11 @@ class Life(RuleBasedStateMachine):
             cached = max([base[3], *(c[2] for c in slots.values())])
             out = base[2] + (0 if whole else computed - lag)
             expected.append(Survivor(note, cached, base[0] + computed, base[1] + computed, out))
-        assert sorted(recover(self.path)) == sorted(expected)
+        found = recover(self.path)
+        assert sorted(s for s in found if s.final is None) == sorted(expected)
+        final = Settled(1, 2, 3, 4, 9, 8, 7, 6, 5, 200, True, "stop")
+        assert [s.final for s in found if s.final is not None] == [final] * len(self.settled)
+        assert self.table.crowded == (len(self.model) + len(self.settled) > 4)
 
 
 def test_any_life(tmp_path: Path) -> None:
@@ -105,7 +118,12 @@ def test_a_full_table_says_so(tmp_path: Path) -> None:
     assert table.open(b"", [0], whole=True) == 0
     assert table.full
     assert table.open(b"", [1], whole=True) == -1
-    table.close(0)
+    table.settle(0, (0, 0, 0), (0, 0, 0, 0, 0, 0), 200, False, "x" * 100)
+    assert table.full, "until it is durable"
+    (survivor,) = recover(tmp_path / "open")
+    assert survivor.final is not None
+    assert survivor.final.end == "x" * 32
+    table.free(0)
     assert table.open(b"x" * (MAX_NOTE_BYTES + 1), [1], whole=True) == -1
     assert table.open(b"x" * MAX_NOTE_BYTES, [1], whole=True) == 0
 

@@ -11,7 +11,6 @@ import pytest
 
 from evap.errors import StartupError
 from evap.metering import ledger, sink
-from evap.metering.record import encode
 from evap.metering.sink import Sink
 from tests.metering.postgres import Postgres, database
 from tests.metering.rows import record
@@ -60,7 +59,7 @@ class Copy:
 
     def add(self, count: int) -> None:
         first, self.number = self.number, self.number + count
-        ledger.insert(self.db, [encode(record(f"{self.node}-{i}")) for i in range(first, self.number)])
+        ledger.insert(self.db, [record(f"{self.node}-{i}") for i in range(first, self.number)])
 
     def there(self) -> str:
         return self.postgres.query(
@@ -84,7 +83,7 @@ def test_records_arrive_once_and_whole(copy: Copy) -> None:
     copy.add(1200)  # more than a batch
     copy.complete()
     odd = record("odd-" + copy.node, operation='it\'s "odd" \u2603 \\', opened_us=(1 << 53) + 1, end="budget")
-    ledger.insert(copy.db, [encode(odd)])
+    ledger.insert(copy.db, [odd])
     until(lambda: copy.postgres.query(f"SELECT operation, opened_us FROM evap_usage WHERE id = '{odd.id}'")
           == f"{odd.operation}|{odd.opened_us}")  # fmt: skip
     assert copy.sink.copied == 1201

@@ -11,7 +11,6 @@ import pytest
 
 from evap.__main__ import main
 from evap.metering import ledger
-from evap.metering.record import encode
 from tests.metering.rows import DAY_US, record
 
 PRICES = "[models.m]\nprompt = 1\ncached = 0.5\ncompletion = 3\n[models.n]\nprompt = 2\ncompletion = 2\n"
@@ -24,10 +23,10 @@ def folder(tmp_path: Path) -> Path:
     ledger.insert(
         db,
         [
-            encode(record("a", opened_us=day)),
-            encode(record("b", opened_us=day, model="n", operation="=cmd()")),
-            encode(record("c", opened_us=day + DAY_US, key="bob", billable=5_000_000)),
-            encode(record("d", opened_us=day + DAY_US, key="bob", computed=0, emitted=0, delivered=0, billable=0)),
+            record("a", opened_us=day),
+            record("b", opened_us=day, model="n", operation="=cmd()"),
+            record("c", opened_us=day + DAY_US, key="bob", billable=5_000_000),
+            record("d", opened_us=day + DAY_US, key="bob", computed=0, emitted=0, delivered=0, billable=0),
         ],
     )
     db.close()
