@@ -250,7 +250,8 @@ class Accounting:
             exchange.renderer.id, ticket.key_id, ticket.operation, exchange.adapter or self.model,
             (exchange.opened_ns + self._wall_offset_ns) // 1000, len(exchange.prompt_ids), request.n,
         ))  # fmt: skip
-        slots = [choice.slot for choice in exchange.choices]
+        choices = exchange.choices
+        slots = (choices[0].slot,) if len(choices) == 1 else [choice.slot for choice in choices]
         ticket.entry = self.table.open(note, slots, whole=not request.stream)
 
     def settled(self, exchange: Exchange, usage: Usage, now_ns: int) -> Record:

@@ -40,9 +40,9 @@ _NOTE_AT: Final = 128
 _BASE: Final = struct.Struct("<iIIII")  # from byte 4 of an entry
 _DELIVERED: Final = struct.Struct("<I")
 MAX_NOTE_BYTES: Final = ENTRY_BYTES - _NOTE_AT
-_GAP: Final = bytes(_NOTE_AT - _ENTRY.size)
 _FREE: Final = b"\0\0\0\0"
 _OPEN: Final = 1
+_IS_OPEN: Final = _OPEN.to_bytes(4, "little")
 _SETTLED: Final = (2).to_bytes(4, "little")
 _NOTHING: Final = (0, 0, 0, 0)
 _WHOLE: Final = 1  #: nothing is delivered before the end
@@ -114,9 +114,10 @@ class OpenTable:
         for slot in slots:
             self._lag[slot] = self._cached[slot] = 0
             self._owner[slot] = entry
-        start = _ENTRY.pack(_OPEN, -1, 0, 0, 0, 0, _WHOLE if whole else 0, len(note)) + _GAP + note
-        self._memory[at + 4 : at + len(start)] = start[4:]
-        self._memory[at : at + 4] = start[:4]  # now it counts
+        memory = self._memory
+        _ENTRY.pack_into(memory, at, 0, -1, 0, 0, 0, 0, _WHOLE if whole else 0, len(note))
+        memory[at + _NOTE_AT : at + _NOTE_AT + len(note)] = note
+        memory[at : at + 4] = _IS_OPEN  # now it counts
         return entry
 
     def released(self, entry: int, slot: int, computed: int, emitted: int, delivered: int) -> None:
