@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from evap import __version__
 from evap.config import Config
@@ -24,15 +24,6 @@ from evap.usage import Background, UsagePages
 
 logger = logging.getLogger("evap.app")
 _JSON_HEADERS: Final = ((b"content-type", JSON),)
-
-
-def run_now(work: Callable[[], Any], back: Callable[[Any], None]) -> None:
-    """For tests without a loop: what a thread would do, at once."""
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - judged by whoever gets it
-        result = error
-    back(result)
 
 
 def send_error(reply: Reply, error: EvapError) -> int:
@@ -52,17 +43,18 @@ class App:
         metrics: Metrics,
         *,
         created_s: int,
-        background: Background | None = None,
+        background: Background,
+        structured_output: bool = False,
         hung: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
         self._dispatch = dispatch
         self._metrics = metrics
         self._created_s = created_s
-        self._dialects = dialects(structured_output=config.engine.engine == "vllm")
+        self._dialects = dialects(structured_output=structured_output)
         self._hung = hung
         self._usage = UsagePages(
-            dispatch.accounting, counts=dispatch.steps.counts, background=background or run_now, send_error=send_error,
+            dispatch.accounting, counts=dispatch.steps.counts, background=background, send_error=send_error,
             policy=config.meter.billable,
         )  # fmt: skip
         #: last line that the replica said of itself, for /ready
@@ -143,7 +135,7 @@ class App:
     def _cards(self) -> list[models.ModelCard]:
         ready = self._dispatch.replica.state is ReplicaState.READY
         context = self._dispatch.replica.info.max_model_len if ready else None
-        base, adapters = self._dispatch.model, getattr(self._dispatch.replica, "adapters", ())
+        base, adapters = self._dispatch.model, self._dispatch.replica.adapters
         card = partial(models.ModelCard, created=self._created_s, max_model_len=context)
         return [card(id=base), *(card(id=name, parent=base) for name in adapters)]
 

@@ -142,7 +142,7 @@ class Dispatch:
         """The adapter that a request names as its model, "" for the model itself."""
         if model is None or model == self.model:
             return ""
-        if model in getattr(self.replica, "adapters", ()):
+        if model in self.replica.adapters:
             return model
         raise NotFound(f"the model '{echo(model)}' does not exist", param="model", code="model_not_found")
 
@@ -209,9 +209,7 @@ class Dispatch:
         request = exchange.request
         sampling = self._complete(request.sampling, request.max_tokens, len(prompt_ids))
         check_request(self.replica.info, self.text.eos_ids, sampling, prompt_ids)
-        check = getattr(self.replica, "check", None)  # an engine that can refuse more than that
-        if check is not None:
-            check(sampling, prompt_ids)
+        self.replica.check(sampling, prompt_ids)
         self._admit(request.n)
         sampling = self.accounting.reserve(exchange, sampling, len(prompt_ids))
         exchange.prompt_ids, exchange.sampling = prompt_ids, sampling

@@ -13,8 +13,9 @@ from evap.engine.interface import Clock, Replica, Text
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a configuration gave: an engine, its text side, and the name that clients use for the model."""
+    """What a configuration gave: an engine (and which one), its text side, and the name that clients use."""
 
+    engine: str
     replica: Replica
     text: Text
     model: str
@@ -42,11 +43,11 @@ def build(config: EngineConfig, clock: Clock) -> Built:
         from evap.engine.supervisor import TorchReplica
 
         replica = TorchReplica(config, local.path)
-    return Built(replica, text, config.served_model_name or local.name, text.has_template)
+    return Built(engine, replica, text, config.served_model_name or local.name, text.has_template)
 
 
 def _synthetic(config: EngineConfig, clock: Clock) -> Built:
     from evap.engine.synthetic import SyntheticReplica, SyntheticText
 
     name = config.served_model_name or config.model or "synthetic"
-    return Built(SyntheticReplica(config, clock), SyntheticText(), name, True)
+    return Built("synthetic", SyntheticReplica(config, clock), SyntheticText(), name, True)

@@ -79,6 +79,7 @@ class Server:
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="evap-tokenize")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="evap-usage")
         self.accounting: Accounting | None = None
+        self.tls: ServerTls | None = None
         self.heartbeat = Heartbeat(int(config.meter.hang_timeout_s * 1e9))
 
     async def main(self) -> int:
@@ -149,13 +150,14 @@ class Server:
         self.dispatch = Dispatch(
             config, text=built.text, replica=built.replica, rows=self.rows, model=built.model,
             shell=Shell(
-                now_ns=time.monotonic_ns, wall_s=time.time, in_pool=self._in_pool, soon=self._soon, flush=self._flush,
-                settled=self._settled, log_exception=logger.exception, send_error=send_error,
+                now_ns=time.monotonic_ns, wall_s=time.time, in_pool=self._in_pool, soon=self._loop.call_soon,
+                flush=self._flush, settled=self._settled, log_exception=logger.exception, send_error=send_error,
             ),
             accounting=self.accounting,
         )  # fmt: skip
         self.app = App(
             config, self.dispatch, self.metrics, created_s=int(time.time()), hung=lambda: self.heartbeat.hung,
+            structured_output=built.engine == "vllm",
             background=lambda work, back: self._in_thread(self._readers, work, back),
         )  # fmt: skip
         self.hub = Hub(config.protocol, on_event=self.app.on_event, loop=self._loop)
@@ -207,9 +209,6 @@ class Server:
                 self._loop.call_soon_threadsafe(back, result)
 
         pool.submit(run)
-
-    def _soon(self, callback: Callable[[], None]) -> None:
-        self._loop.call_soon(callback)
 
     def _flush(self) -> None:
         self.hub.flush()

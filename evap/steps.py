@@ -98,22 +98,20 @@ class Steps:
 
     def cancel(self, exchange: Exchange, reason: str) -> None:
         """The client no longer wants it: the engine hears at once."""
-        for choice in exchange.choices:
-            if not choice.released:
-                self._sync(choice)
-                self.rows.leave(choice.slot)
-                self._cancel(choice.slot, choice.generation)
+        self.abandon(exchange)
         exchange.cancel(reason)
-        self._ended[exchange] = None
 
     def abandon(self, exchange: Exchange) -> None:
         """The answer is complete or failed: whatever the engine still does for it is to stop."""
         for choice in exchange.choices:
             if not choice.released:
-                self._sync(choice)
-                self.rows.leave(choice.slot)
-                self._cancel(choice.slot, choice.generation)
+                self._stop(choice)
         self._ended[exchange] = None
+
+    def _stop(self, choice: ChoiceRun) -> None:
+        self._sync(choice)
+        self.rows.leave(choice.slot)
+        self._cancel(choice.slot, choice.generation)
 
     def counts(self, exchange: Exchange) -> None:
         """Bring a running exchange's counts up to date."""
@@ -298,8 +296,7 @@ class Steps:
         if exchange.state is not State.RUNNING:
             self.abandon(exchange)
         elif not choice.released:
-            self.rows.leave(choice.slot)
-            self._cancel(choice.slot, choice.generation)
+            self._stop(choice)
 
     # Settling
 

@@ -19,7 +19,7 @@ from evap.metering.record import Record
 from evap.metrics import Metrics
 from evap.protocol.events import RequestReady
 from evap.protocol.rows import RowTable
-from tests.fakes import FakeCore, FakeLoop, FakeReply, head
+from tests.fakes import FakeCore, FakeLoop, FakeReply, head, run_now
 
 SLOTS = 64
 WALL_S = 1_700_000_000
@@ -63,7 +63,7 @@ class Metered:
         self.replica.listen(self.dispatch.steps.on_batch, lambda state, line: None)
         with pytest.raises(StopIteration):
             self.replica.start().send(None)
-        self.app = App(self.config, self.dispatch, self.metrics, created_s=WALL_S)
+        self.app = App(self.config, self.dispatch, self.metrics, created_s=WALL_S, background=run_now)
         self._streams = iter(range(1, 100_000, 2))
 
     def _now_ns(self) -> int:

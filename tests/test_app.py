@@ -14,7 +14,7 @@ from evap.errors import EngineFailed, MethodNotAllowed, RateLimited
 from evap.metrics import Metrics
 from evap.protocol.api.router import PREFIXES, ROUTES
 from evap.protocol.events import PeerGone, RequestReady, StreamCancelled, WindowOpened
-from tests.fakes import FakeCore, FakeReply, head
+from tests.fakes import FakeCore, FakeReply, head, run_now
 from tests.test_dispatch import House
 
 
@@ -22,7 +22,7 @@ class Front:
     def __init__(self) -> None:
         self.house = House()
         self.metrics = Metrics("synthetic")
-        self.app = App(Config(), self.house.dispatch, self.metrics, created_s=1_700_000_000)
+        self.app = App(Config(), self.house.dispatch, self.metrics, created_s=1_700_000_000, background=run_now)
         self._streams = iter(range(1, 1000, 2))
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> FakeReply:

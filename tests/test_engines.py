@@ -20,7 +20,7 @@ from tests.fakes import FakeLoop
 def test_synthetic_and_its_name(fields: dict[str, Any], name: str) -> None:
     built = engines.build(EngineConfig(engine="synthetic", **fields), FakeLoop())
     assert isinstance(built.replica, SyntheticReplica)
-    assert (built.model, built.chat) == (name, True)
+    assert (built.engine, built.model, built.chat) == ("synthetic", name, True)
 
 
 def test_a_missing_engine_is_said_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +36,9 @@ def test_a_missing_model_is_said_before_an_engine_starts(monkeypatch: pytest.Mon
     monkeypatch.setattr(engines, "choose", lambda engine: "torch")
     with pytest.raises(StartupError, match="does not exist"):
         engines.build(EngineConfig(model="/nonexistent/model"), FakeLoop())
+
+
+def test_what_auto_took_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether an answer may be structured depends on the engine that runs, not on what was asked for."""
+    monkeypatch.setattr(engines, "choose", lambda engine: "synthetic")
+    assert engines.build(EngineConfig(engine="auto"), FakeLoop()).engine == "synthetic"

@@ -21,6 +21,7 @@ from evap.config import Config, ProtocolConfig
 from evap.metrics import Metrics
 from evap.protocol.connection import Http2Core
 from evap.protocol.limits import Shared
+from tests.fakes import run_now
 from tests.test_dispatch import House
 
 NEVER = "\u2603 no answer says this"
@@ -31,7 +32,7 @@ class Pair(House):
 
     def __init__(self, window: int) -> None:
         super().__init__()
-        self.app = App(Config(), self.dispatch, Metrics("synthetic"), created_s=0)
+        self.app = App(Config(), self.dispatch, Metrics("synthetic"), created_s=0, background=run_now)
         limits = ProtocolConfig(stream_buffer_bytes=1024, control_burst=100_000, control_per_s=1e6)
         self.server = Http2Core(limits, peer="test", shared=Shared(), now_ns=0)
         self.client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))

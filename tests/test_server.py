@@ -165,3 +165,10 @@ def test_the_log_of_a_client_that_leaves_is_information(start_server: StartServe
     line = server.wait_log(r"(?m)^.* exchange id=.*$")[0]
     assert " info " in line
     assert "end=client_gone" in line
+
+
+def test_sighup_while_it_still_starts_changes_nothing() -> None:
+    from evap.config import Config
+    from evap.server import Server as Process
+
+    Process(Config())._reload()

@@ -35,6 +35,15 @@ class Replica(Protocol):
         """Valid once state has been READY. Raises RuntimeError before."""
         ...
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names, beside the model's own, that a request may ask for (LoRA); most engines have none."""
+        ...
+
+    def check(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        """What this engine refuses beyond `check_request`. Raises InvalidRequest; called once READY."""
+        ...
+
     def listen(self, on_batch: OnBatch, on_state: OnState) -> None:
         """Set the callbacks; called once, before `start`."""
         ...

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +30,7 @@ from evap.messages import (
     EngineInfo,
     GenerateRequest,
     ReplicaState,
+    SamplingParams,
     TokenBatch,
     TokenLogprobs,
 )
@@ -179,14 +180,12 @@ def _environment() -> dict[str, str]:
 class TorchReplica:
     """The embedded engine as a Replica: restarts its process with back-off; running slots end in Finish.ERROR then."""
 
+    adapters: tuple[str, ...] = ()
+
     def __init__(
-        self,
-        config: EngineConfig,
-        model_path: Path,
-        *,
-        module: str = "evap.engine.torch.worker",
+        self, config: EngineConfig, model_path: Path, *, module: str = "evap.engine.torch.worker",
         first_backoff_s: float = FIRST_BACKOFF_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._first_backoff_s = first_backoff_s
         self._config = config
         self._model_path = model_path
@@ -218,6 +217,9 @@ class TorchReplica:
     def pid(self) -> int | None:
         """Of the present process; None between two."""
         return self._worker.pid if self._worker else None
+
+    def check(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        """Nothing beyond check_request."""
 
     def listen(self, on_batch: OnBatch, on_state: OnState) -> None:
         self._on_batch, self._on_state = on_batch, on_state

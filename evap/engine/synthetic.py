@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from evap.config import EngineConfig
 from evap.engine.interface import Clock, OnBatch, OnState
 from evap.engine.synthetic_script import Script, Three, score
 from evap.engine.synthetic_text import SyntheticText
-from evap.messages import NO_TOKEN, EngineInfo, Finish, GenerateRequest, Int32, ReplicaState, TokenBatch
+from evap.messages import NO_TOKEN, EngineInfo, Finish, GenerateRequest, Int32, ReplicaState, SamplingParams, TokenBatch
 
 __all__ = ["SyntheticReplica", "SyntheticText"]
 
@@ -94,6 +95,8 @@ def _frozen(values: Int32) -> Int32:
 class SyntheticReplica:
     """`Replica` in the loop's own thread. Raises StartupError never; starts at once."""
 
+    adapters: tuple[str, ...] = ()
+
     def __init__(self, config: EngineConfig, clock: Clock) -> None:
         self.state = ReplicaState.STARTING
         self.config = config
@@ -127,6 +130,9 @@ class SyntheticReplica:
             vocab_size=SyntheticText.vocab_size,
             max_running=self.config.max_running,
         )
+
+    def check(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        """Nothing beyond check_request."""
 
     def listen(self, on_batch: OnBatch, on_state: OnState) -> None:
         self._on_batch, self._on_state = on_batch, on_state

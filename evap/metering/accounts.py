@@ -26,11 +26,9 @@ from evap.metering.record import Record
 MINUTE_NS: Final = 60_000_000_000
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """One key, as the key file has it. hash: SHA-256 of the secret. 0: no limit. priority: lower is sooner."""
+class Rights(msgspec.Struct, frozen=True, kw_only=True):
+    """What a key may do, in the key file and in memory. 0: no limit. priority: lower is sooner."""
 
-    id: str
-    hash: bytes
     models: tuple[str, ...] = ("*",)
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -39,6 +37,13 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_month: int = 0
     priority: int = 0
     admin: bool = False
+
+
+class Key(Rights, frozen=True, kw_only=True):
+    """One key. hash: SHA-256 of the secret."""
+
+    id: str
+    hash: bytes
 
     def may_use(self, model: str) -> bool:
         return "*" in self.models or model in self.models

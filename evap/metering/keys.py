@@ -33,7 +33,7 @@ from typing import Any, Final
 import msgspec
 
 from evap.errors import StartupError, echo
-from evap.metering.accounts import Key
+from evap.metering.accounts import Key, Rights
 
 PREFIX: Final = "sk-evap-"
 MAX_SECRET_BYTES: Final = 512
@@ -42,18 +42,10 @@ _HASH = re.compile(r"sha256:([0-9a-f]{64})").fullmatch
 _SMALL: Final = 8  # bytes of a hash by which a key is found
 
 
-class _Table(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _Table(Rights, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A [keys.NAME] table, as it is typed by people."""
 
     hash: str
-    models: tuple[str, ...] = ("*",)
-    requests_per_minute: int = 0
-    tokens_per_minute: int = 0
-    max_streams: int = 0
-    tokens_per_day: int = 0
-    tokens_per_month: int = 0
-    priority: int = 0
-    admin: bool = False
     revoked: bool = False
 
 
@@ -120,7 +112,7 @@ _LIMITS: Final = (
 
 
 def _key(name: str, table: _Table) -> Key:
-    fields = {n: getattr(table, n) for n in (*_LIMITS, "models", "priority", "admin")}
+    fields = {n: getattr(table, n) for n in Rights.__struct_fields__}
     return Key(id=name, hash=bytes.fromhex(table.hash.removeprefix("sha256:")), **fields)
 
 

@@ -233,9 +233,6 @@ class Http1Core:
     def spend(self, stream_id: int, n: int) -> None:
         pass
 
-    def spend_connection(self, n: int) -> None:
-        pass
-
     def take_rows(self, data: Any, frames: int, charge: int) -> bool:
         """Whole step of rows, or nothing (False) while the transport is backed up."""
         if not self.writable:
@@ -246,10 +243,6 @@ class Http1Core:
             self._given += len(data)
             self._call_wake()  # for `written` to hear what is queued
         return True
-
-    def append_raw(self, data: Any, frames: int = 1) -> None:
-        """Ready chunks, as `http1_reply.chunk` makes them. Kept by reference until written."""
-        self.emit(data)
 
     # Inside
 

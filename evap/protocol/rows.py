@@ -307,7 +307,6 @@ class RowTable:
             raise RuntimeError("more than 256 row formats")
         self._formats.append(Format(self.max_slots, *key))
         self._charges = np.array([f.charge for f in self._formats], np.int64)
-        # HTTP/1.1 has no windows; its cells hold a number that no response reaches.
         self._format_numbers[key] = len(self._formats) - 1
         return len(self._formats) - 1
 

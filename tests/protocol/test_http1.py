@@ -182,8 +182,7 @@ def test_rows_append_ready_chunks_in_order() -> None:
     assert window > 1 << 30
     wire.core.on_rows(reply.stream_id, True)
     row = bytearray(chunk(b"row 1") + chunk(b"row 2"))
-    wire.core.append_raw(memoryview(row), 2)
-    wire.core.spend_connection(len(row))
+    assert wire.core.take_rows(memoryview(row), 2, len(row))
     assert wire.core.take_rows(chunk(b"row 3"), 1, 5)
     wire.core.spend(reply.stream_id, len(row))
     reply.send(b"last")
@@ -304,7 +303,7 @@ def _use(wire: Wire, reply: Http1Reply, name: str) -> None:
             reply.refuse()
         case "row":
             if reply.alive and wire.core.acquire(reply) is not None and wire.core.connection_window:
-                wire.core.append_raw(chunk(b"row"), 1)
+                assert wire.core.take_rows(chunk(b"row"), 1, 3)
 
 
 def _check(wire: Wire) -> None:

@@ -64,7 +64,7 @@ class Router:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        return tuple(getattr(self.replicas[0], "adapters", ()))
+        return tuple(self.replicas[0].adapters)
 
     @property
     def restarts(self) -> int:
@@ -90,9 +90,8 @@ class Router:
     def check(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:
         """Raises InvalidRequest for what `submit` would refuse (see VllmReplica.check)."""
         for replica in self.replicas:
-            check = getattr(replica, "check", None)
-            if check is not None and replica.state is ReplicaState.READY:
-                check(sampling, prompt_ids)
+            if replica.state is ReplicaState.READY:
+                replica.check(sampling, prompt_ids)
 
     def submit(self, slot: int, generation: int, request: GenerateRequest) -> None:
         ready = [n for n, replica in enumerate(self.replicas) if replica.state is ReplicaState.READY]

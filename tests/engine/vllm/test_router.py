@@ -19,6 +19,8 @@ REQUEST = GenerateRequest(prompt_ids=[1], sampling=SamplingParams(max_tokens=1))
 class Toy:
     """A replica that does nothing by itself."""
 
+    adapters: tuple[str, ...] = ()
+
     def __init__(self, *, fails: bool = False) -> None:
         self.state = ReplicaState.STARTING
         self.info = EngineInfo(
