@@ -1,15 +1,28 @@
-"""The register of numbered cases, and those that wait for what they are about."""
+"""The register of numbered cases: what comes in, what the server does, which tests say so, and what is still pending.
+
+`docs/conformance.md` is made from it: `python -m tests.tools.conformance --write`.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
+
+from tests.conformance.listing import CASE_LIST
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LAST: Final = 61
-CASES: dict[int, list[str]] = defaultdict(list)
+
+class Found(NamedTuple):
+    """A test of a case, and the sections that the test is taken from."""
+
+    test: str
+    sources: tuple[str, ...]
+
+
+LAST: Final = len(CASE_LIST)
+CASES: dict[int, list[Found]] = defaultdict(list)
 
 #: Not tests that are skipped: there is nothing yet that they could drive.
 PENDING: Final = {
@@ -29,7 +42,7 @@ def case(number: int, *sources: str) -> Callable[[F], F]:
     assert sources
 
     def register(test: F) -> F:
-        CASES[number].append(f"{test.__module__}.{test.__qualname__}")
+        CASES[number].append(Found(f"{test.__module__}.{test.__qualname__}", sources))
         return test
 
     return register
