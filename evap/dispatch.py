@@ -32,6 +32,7 @@ from evap.errors import (
 from evap.exchange import Exchange, Input, State
 from evap.messages import ReplicaState, SamplingParams
 from evap.metering.accounts import Account
+from evap.metrics import Live
 from evap.protocol.api.dialect import Dialect
 from evap.protocol.api.media import check_body, negotiate
 from evap.protocol.events import HeaderList, Reply, RequestHead
@@ -74,6 +75,7 @@ class Dispatch:
         model: str,
         shell: Shell,
         accounting: Accounting | None = None,
+        live: Live | None = None,
     ) -> None:
         self.text = text
         self.replica = replica
@@ -84,7 +86,7 @@ class Dispatch:
                                                    wall_ns=lambda: int(shell.wall_s() * 1e9))  # fmt: skip
         self.steps = Steps(
             text=text, rows=rows, cancel=replica.cancel, flush=shell.flush, now_ns=shell.now_ns, settled=self._settled,
-            table=self.accounting.table,
+            table=self.accounting.table, live=live,
         )  # fmt: skip
         self._config = config
         self._shell = shell
@@ -215,6 +217,7 @@ class Dispatch:
         exchange.prompt_ids, exchange.sampling = prompt_ids, sampling
         exchange.choices = [self.steps.add(exchange, index) for index in range(request.n)]
         self.accounting.opened(exchange)
+        exchange.submitted_ns = self._shell.now_ns()
         exchange.move(Input.SUBMIT)
         if request.stream:
             exchange.begin()

@@ -61,6 +61,7 @@ class Exchange:
         self.choices: list[ChoiceRun] = []
         self.cached = 0
         self.opened_ns = opened_ns
+        self.submitted_ns = 0  #: when the engine was given it; 0: never
         self.first_ns = 0
         self.end = ""  #: why it ended: stop, length, client_reset, client_gone, stalled, error codes
         self.status = 0

@@ -38,10 +38,13 @@ class Exchange:
     key_id: str = ""
     model: str = ""
     stream: bool = False
+    choices: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    computed_tokens: int = 0
     emitted_tokens: int = 0
     delivered_tokens: int = 0
+    queue_ms: float | None = None  # until the engine was given it
     ttft_ms: float | None = None
     total_ms: float = 0.0
 
@@ -98,7 +101,8 @@ class _Handler(logging.Handler):
     def __init__(self, stream: TextIO, formatter: logging.Formatter, capacity: int = QUEUE_RECORDS) -> None:
         super().__init__()
         self.setFormatter(formatter)
-        self.dropped = 0
+        self.dropped = 0  # since it was last said
+        self.lost = 0  # in all
         self._stream = stream
         self._queue: queue.Queue[str | threading.Event | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._write_all, name="evap-log", daemon=True)
@@ -115,6 +119,7 @@ class _Handler(logging.Handler):
             self._queue.put_nowait(self.format(record))
         except queue.Full:
             self.dropped += 1
+            self.lost += 1
         except Exception:  # noqa: BLE001  # logging's own contract: a bad log call must not break its caller
             self.handleError(record)
 
@@ -148,6 +153,11 @@ class _Handler(logging.Handler):
                     self._stream.flush()
             except (OSError, ValueError):  # the reader is gone: the server goes on without a log
                 return
+
+
+def dropped() -> int:
+    """Lines that were dropped so far because nobody read them in time."""
+    return sum(handler.lost for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
 
 
 def flush() -> None:

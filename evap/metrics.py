@@ -1,118 +1,313 @@
 """`/metrics`: what a process did, in Prometheus' text format.
 
-Nothing is updated per token. Per exchange a few integers are added when it is settled; everything else is read when
-somebody scrapes. Names are `evap_*`; where vLLM has a metric of the same meaning its name is served too, so that
-dashboards made for it work.
+Nothing is updated per token: per engine step two numbers are noted, per exchange a few, and everything else is read
+when somebody scrapes. Names are `evap_*`; where vLLM has a metric of the same meaning its name is served too, so that
+dashboards made for it work (`VLLM`, from vllm/v1/metrics/loggers.py of 0.32).
+
+Everything that is counted is a `Snapshot`, and snapshots add up: several processes make one page, with exact sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from evap.histogram import Gaps, Histogram
 from evap.messages import Usage
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
-SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-#: observations kept before they are folded into the histograms
-FOLD: Final = 1000
+
+# Upper bounds in seconds and in tokens. Each list has all of vLLM's of the same meaning in it.
+FIRST: Final = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+    2560,
+)  # fmt: skip
+GAP: Final = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
+    40, 80,
+)  # fmt: skip
+WHOLE: Final = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480,
+    960, 1920, 7680,
+)  # fmt: skip
+TOKENS: Final = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
+CHOICES: Final = (1, 2, 5, 10, 20)
+
 #: Why an exchange ended, as a label: a closed list, so that no client can make new series.
-ENDS: Final = frozenset(
-    ("stop", "length", "client_reset", "client_gone", "stalled", "protocol_error", "drain", "engine_failed", "refused")
-)
+ENDS: Final = frozenset((
+    "stop", "length", "budget", "client_reset", "client_gone", "stalled", "protocol_error", "drain", "draining",
+    "engine_failed", "deadline_exceeded", "internal_error", "refused",
+))  # fmt: skip
+#: Why a generation ended, in vLLM's words.
+REASONS: Final = ("stop", "length", "abort", "error")
 USAGE_FIELDS: Final = ("prompt", "cached", "computed", "emitted", "delivered")
 
 
+class Family(NamedTuple):
+    """kind: "counter" | "gauge" | "histogram". label: its one label, or "". bounds: of histograms."""
+
+    kind: str
+    help: str
+    label: str = ""
+    bounds: tuple[float, ...] = ()
+
+
+#: What evap counts of itself. Others are added with `gauge` and `counter`.
+FAMILIES: Final[dict[str, Family]] = {
+    "evap_requests": Family("counter", "Requests answered, by status", "status"),
+    "evap_exchanges": Family("counter", "Exchanges settled, by why they ended", "end"),
+    "evap_tokens": Family("counter", "Tokens of settled exchanges, by what was counted", "kind"),
+    "evap_choices": Family("counter", "Generations ended, by why", "reason"),
+    "evap_generated_tokens": Family("counter", "Tokens that engines have given, as they come"),
+    "evap_started_prompt_tokens": Family("counter", "Prompt tokens of exchanges that have their first token"),
+    "evap_started_cached_tokens": Family("counter", "Of those, tokens found in the prefix cache"),
+    "evap_time_to_first_token_seconds": Family("histogram", "From the whole request to its first token", "", FIRST),
+    "evap_inter_token_seconds": Family("histogram", "Between a generation's tokens, as they reach evap", "", GAP),
+    "evap_token_seconds": Family("histogram", "Mean time between an answer's tokens, by answer", "", GAP),
+    "evap_request_queue_seconds": Family("histogram", "From the whole request to the engine", "", WHOLE),
+    "evap_request_decode_seconds": Family("histogram", "From the first token to the last", "", WHOLE),
+    "evap_request_duration_seconds": Family("histogram", "From the whole request to settled, if complete", "", WHOLE),
+    "evap_request_prompt_tokens": Family("histogram", "Tokens of a prompt", "", TOKENS),
+    "evap_choice_tokens": Family("histogram", "Tokens of a choice", "", TOKENS),
+    "evap_longest_choice_tokens": Family("histogram", "Tokens of a request's longest choice", "", TOKENS),
+    "evap_request_max_tokens": Family("histogram", "max_tokens, where a request has it", "", TOKENS),
+    "evap_request_choices": Family("histogram", "Choices that a request asks for", "", CHOICES),
+}  # fmt: skip
+
+_LATENCY: Final = WHOLE[6:]  # vLLM's begins at 0.3 s
+_FIRST: Final = tuple(b for b in FIRST if b != 0.002)
+#: vLLM's name -> (ours, vLLM's bounds). Labels: model_name, and vLLM's finished_reason.
+VLLM: Final[dict[str, tuple[str, tuple[float, ...]]]] = {
+    "num_requests_running": ("evap_running", ()),
+    "num_requests_waiting": ("evap_waiting", ()),
+    "kv_cache_usage_perc": ("evap_kv_cache_usage", ()),
+    "prompt_tokens": ("evap_started_prompt_tokens", ()),
+    "prompt_tokens_cached": ("evap_started_cached_tokens", ()),
+    "prefix_cache_queries": ("evap_started_prompt_tokens", ()),
+    "prefix_cache_hits": ("evap_started_cached_tokens", ()),
+    "generation_tokens": ("evap_generated_tokens", ()),
+    "request_success": ("evap_choices", ()),
+    "time_to_first_token_seconds": ("evap_time_to_first_token_seconds", _FIRST),
+    "inter_token_latency_seconds": ("evap_inter_token_seconds", GAP[4:]),
+    "request_time_per_output_token_seconds": ("evap_token_seconds", GAP[4:]),
+    "request_decode_time_seconds": ("evap_request_decode_seconds", _LATENCY),
+    "e2e_request_latency_seconds": ("evap_request_duration_seconds", _LATENCY),
+    "request_prompt_tokens": ("evap_request_prompt_tokens", TOKENS),
+    "request_generation_tokens": ("evap_choice_tokens", TOKENS),
+    "request_max_num_generation_tokens": ("evap_longest_choice_tokens", TOKENS),
+    "request_params_max_tokens": ("evap_request_max_tokens", TOKENS),
+    "request_params_n": ("evap_request_choices", CHOICES),
+}
+#: Gauges that say whether all is well: of several processes the least counts. Other values are added.
+LEAST: Final = frozenset(("evap_ready", "evap_ledger_ok", "evap_sink_ok"))
+_COMPLETE: Final = frozenset(("stop", "length", "budget"))
+
+
+class Snapshot(msgspec.Struct):
+    """All numbers of a process, plain. values: family -> label's value ("" without a label) -> number.
+    histograms: family -> (counts by bucket, sum). helps: of gauges and counters: family -> (kind, text)."""
+
+    values: dict[str, dict[str, float]]
+    histograms: dict[str, tuple[list[int], float]]
+    families: dict[str, tuple[str, str]]
+
+
+def merged(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Of several processes, as if it were one."""
+    total = Snapshot({}, {}, {})
+    for snapshot in snapshots:
+        total.families.update(snapshot.families)
+        for name, values in snapshot.values.items():
+            into = total.values.setdefault(name, {})
+            for label, value in values.items():
+                known = into.get(label)
+                add = min if name in LEAST else float.__add__
+                into[label] = value if known is None else add(float(known), float(value))
+        for name, (counts, size) in snapshot.histograms.items():
+            old, old_size = total.histograms.get(name, ([0] * len(counts), 0.0))
+            total.histograms[name] = ([a + b for a, b in zip(old, counts, strict=True)], old_size + size)
+    return total
+
+
+class Live:
+    """What is noted while exchanges run. Fed by `steps.py`: at each engine step, and at an exchange's first token."""
+
+    __slots__ = ("cached", "first", "gaps", "generated", "prompt")
+
+    def __init__(self, slots: int = 1 << 16) -> None:
+        self.generated = 0
+        self.prompt = 0
+        self.cached = 0
+        self.first = Histogram(FIRST)
+        self.gaps = Gaps(slots, GAP)
+
+    def started(self, prompt: int, cached: int, first_s: float) -> None:
+        """An exchange has its first token."""
+        self.prompt += prompt
+        self.cached += cached
+        self.first.observe(first_s)
+
+
+class Settled(NamedTuple):
+    """An exchange that is over. reasons: why each choice ended, if the engine heard of it. lengths: tokens of each.
+    Times are None for what did not happen; decode_s: between its first and its last token."""
+
+    status: int
+    end: str
+    usage: Usage
+    reasons: Sequence[str] = ()
+    lengths: Sequence[int] = ()
+    max_tokens: int | None = None
+    queue_s: float | None = None
+    decode_s: float | None = None
+    whole_s: float = 0.0
+
+
 class Metrics:
-    """Counters of one process, and the registry that serves them.
+    """Counters of one process, and the registry that serves them."""
 
-    gauges: name -> (help, function) read at each scrape; names without the `evap_` prefix.
-    """
-
-    def __init__(self, model: str) -> None:
-        self.ends: dict[str, int] = {}
+    def __init__(self, model: str, slots: int = 1 << 16) -> None:
+        self.live = Live(slots)
+        self.ends = dict.fromkeys(sorted(ENDS), 0)
         self.statuses: dict[int, int] = {}
+        self.reasons = dict.fromkeys(REASONS, 0)
         self.tokens = dict.fromkeys(USAGE_FIELDS, 0)
-        self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
-        self.counters: dict[str, tuple[str, Callable[[], float]]] = {}
+        self.histograms = {name: Histogram(f.bounds) for name, f in FAMILIES.items() if f.kind == "histogram"}
+        self.histograms["evap_time_to_first_token_seconds"] = self.live.first
+        self.histograms["evap_inter_token_seconds"] = self.live.gaps.histogram
+        self._read: dict[str, tuple[Family, Callable[[], float]]] = {}
         self._model = model
-        self._firsts: list[float] = []
-        self._wholes: list[float] = []
         self.registry = CollectorRegistry()
-        self.registry.register(self)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
-        self._first = Histogram(
-            "evap_time_to_first_token_seconds", "Request to first token", registry=self.registry, buckets=SECONDS
-        )
-        self._whole = Histogram(
-            "evap_request_duration_seconds", "Request to settled", registry=self.registry, buckets=SECONDS
-        )
+
+    # Counting
+
+    def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
+        """Serve `evap_{name}`, read at each scrape."""
+        self._read[f"evap_{name}"] = (Family("gauge", help), read)
+
+    def counter(self, name: str, help: str, read: Callable[[], float]) -> None:
+        """Serve `evap_{name}_total`, read at each scrape; it must never fall."""
+        self._read[f"evap_{name}"] = (Family("counter", help), read)
 
     def answered(self, status: int) -> None:
         """A request that made no exchange (models, health, refused before a prompt was read)."""
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
-    def settled(self, *, status: int, end: str, usage: Usage, first_s: float | None, whole_s: float) -> None:
+    def settled(self, it: Settled) -> None:
         """One exchange is over; its account is final."""
-        self.answered(status)
-        end = end if end in ENDS else "refused"
-        self.ends[end] = self.ends.get(end, 0) + 1
+        self.answered(it.status)
+        end = it.end if it.end in ENDS else "refused"
+        self.ends[end] += 1
         for name in USAGE_FIELDS:
-            self.tokens[name] += getattr(usage, name)
-        if first_s is not None:
-            self._firsts.append(first_s)
-        self._wholes.append(whole_s)
-        if len(self._wholes) >= FOLD:
-            self._fold()
+            self.tokens[name] += getattr(it.usage, name)
+        for reason in it.reasons:
+            self.reasons[reason] += 1
+        if end in _COMPLETE:
+            self._complete(it)
 
-    def _fold(self) -> None:
-        """Observations become histograms when somebody looks, or when there are many: that is cheaper by far."""
-        for histogram, values in ((self._first, self._firsts), (self._whole, self._wholes)):
-            for value in values:
-                histogram.observe(value)
-            values.clear()
+    def _complete(self, it: Settled) -> None:
+        found = self.histograms
+        found["evap_request_duration_seconds"].observe(it.whole_s)
+        found["evap_request_prompt_tokens"].observe(it.usage.prompt)
+        found["evap_request_choices"].observe(len(it.lengths))
+        if it.queue_s is not None:
+            found["evap_request_queue_seconds"].observe(it.queue_s)
+        if it.max_tokens is not None:
+            found["evap_request_max_tokens"].observe(it.max_tokens)
+        longest = 0
+        for length in it.lengths:
+            found["evap_choice_tokens"].observe(length)
+            longest = max(longest, length)
+        found["evap_longest_choice_tokens"].observe(longest)
+        if it.decode_s is not None:
+            found["evap_request_decode_seconds"].observe(it.decode_s)
+            if longest > 1:
+                found["evap_token_seconds"].observe(it.decode_s / (longest - 1))
+
+    # Serving
+
+    def snapshot(self) -> Snapshot:
+        """All numbers as of now."""
+        live = self.live
+        live.gaps.fold()
+        for histogram in self.histograms.values():
+            histogram.fold()
+        values: dict[str, dict[str, float]] = {
+            "evap_requests": {str(status): n for status, n in self.statuses.items()},
+            "evap_exchanges": dict(self.ends),
+            "evap_tokens": dict(self.tokens),
+            "evap_choices": dict(self.reasons),
+            "evap_generated_tokens": {"": live.generated},
+            "evap_started_prompt_tokens": {"": live.prompt},
+            "evap_started_cached_tokens": {"": live.cached},
+        }
+        for name, (_, read) in self._read.items():
+            values[name] = {"": read()}
+        return Snapshot(
+            values,
+            {name: (h.counts.tolist(), h.total) for name, h in self.histograms.items()},
+            {name: (family.kind, family.help) for name, (family, _) in self._read.items()},
+        )
+
+    def render(self, others: Sequence[Snapshot] = ()) -> bytes:
+        """The page. others: snapshots of the other processes that serve the same port."""
+        page = _Page(merged([self.snapshot(), *others]), self._model)
+        self.registry.register(page)
+        try:
+            return generate_latest(self.registry)
+        finally:
+            self.registry.unregister(page)
+
+
+class _Page:
+    """A snapshot as prometheus_client's collector."""
+
+    def __init__(self, snapshot: Snapshot, model: str) -> None:
+        self._snapshot, self._model = snapshot, model
+        self._families = FAMILIES | {name: Family(*text) for name, text in snapshot.families.items()}
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
 
     def collect(self) -> Iterable[Metric]:
-        """prometheus_client's collector protocol."""
-        yield _by_label("evap_requests", "Requests answered, by status", "status", self.statuses)
-        yield _by_label("evap_exchanges", "Exchanges settled, by why they ended", "end", self.ends)
-        yield _by_label("evap_tokens", "Tokens, by what was counted", "kind", self.tokens)
-        for name, (text, read) in self.gauges.items():
-            gauge = GaugeMetricFamily(f"evap_{name}", text)
-            gauge.add_metric((), read())
-            yield gauge
-        for name, (text, read) in self.counters.items():
-            counter = CounterMetricFamily(f"evap_{name}", text)
-            counter.add_metric((), read())
-            yield counter
-        yield from self._as_vllm()
+        for name, family in self._families.items():
+            yield self._metric(name, name, family, family.bounds)
+        for name, (ours, bounds) in VLLM.items():
+            if ours in self._families:
+                kind, _, label, all_bounds = self._families[ours]
+                same = Family(kind, f"As vLLM counts it: {ours}", "finished_reason" if label else "", all_bounds)
+                yield self._metric(f"vllm:{name}", ours, same, bounds, self._model)
 
-    def _as_vllm(self) -> Iterable[Metric]:
-        counters = (("prompt_tokens", self.tokens["prompt"]), ("generation_tokens", self.tokens["emitted"]))
-        for name, value in counters:
-            counter = CounterMetricFamily(f"vllm:{name}", "As vLLM counts it", labels=("model_name",))
-            counter.add_metric((self._model,), value)
-            yield counter
-        for name, source in (("num_requests_running", "running"), ("num_requests_waiting", "waiting")):
-            if source in self.gauges:
-                gauge = GaugeMetricFamily(f"vllm:{name}", "As vLLM counts it", labels=("model_name",))
-                gauge.add_metric((self._model,), self.gauges[source][1]())
-                yield gauge
-
-    def render(self) -> bytes:
-        self._fold()
-        return generate_latest(self.registry)
+    def _metric(
+        self, name: str, ours: str, family: Family, bounds: Sequence[float], model: str | None = None
+    ) -> Metric:
+        names, own = (("model_name",), (model,)) if model is not None else ((), ())
+        if family.kind == "histogram":
+            counts, total = self._snapshot.histograms[ours]
+            found = HistogramMetricFamily(name, family.help, labels=names)
+            found.add_metric(own, _cumulative(family.bounds, counts, bounds), total)
+            return found
+        kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+        metric = kind(name, family.help, labels=(*names, *([family.label] if family.label else ())))
+        for value, number in self._snapshot.values.get(ours, {}).items():
+            metric.add_metric((*own, *([value] if family.label else ())), number)
+        return metric
 
 
-def _by_label(name: str, text: str, label: str, values: Mapping[str, int] | Mapping[int, int]) -> Metric:
-    counter = CounterMetricFamily(name, text, labels=(label,))
-    for key, value in values.items():
-        counter.add_metric((str(key),), value)
-    return counter
+def _cumulative(bounds: Sequence[float], counts: Sequence[int], wanted: Sequence[float]) -> list[tuple[str, float]]:
+    """Buckets as Prometheus wants them: how many were at most `le`. wanted: some of `bounds`."""
+    buckets, below = [], 0
+    for bound, count in zip(bounds, counts, strict=False):
+        below += count
+        if bound in wanted:
+            buckets.append((str(float(bound)), float(below)))
+    return [*buckets, ("+Inf", float(sum(counts)))]

@@ -17,7 +17,6 @@ import ssl
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Final
 
 from evap import banner, logs
@@ -28,10 +27,10 @@ from evap.config import Config, EngineConfig
 from evap.dispatch import Dispatch, Shell
 from evap.engines import Built, build
 from evap.errors import Draining
-from evap.exchange import Exchange
 from evap.heartbeat import Heartbeat
 from evap.messages import ReplicaState
 from evap.metrics import Metrics
+from evap.observe import Observer, watch
 from evap.protocol import sockets
 from evap.protocol.rows import RowTable
 from evap.protocol.tls import ServerTls
@@ -41,17 +40,8 @@ logger = logging.getLogger("evap.server")
 #: threads that tokenize large prompts
 POOL_THREADS: Final = 2
 EXIT_FORCED: Final = 1
-#: what an engine may count of itself
-ENGINE_COUNTERS: Final = {
-    "restarts": "Starts of an engine after it had died",
-    "mismatches": "Requests whose tokens differ from what the engine itself says of them",
-}
 #: An exchange makes some hundred objects and few cycles; the default of 700 would collect every few requests.
 GC_THRESHOLDS: Final = (20_000, 50, 100)
-
-
-def _counter(owner: object, name: str) -> float:
-    return float(getattr(owner, name))
 
 
 def run(config: Config) -> int:
@@ -145,15 +135,16 @@ class Server:
 
     def _assemble(self, built: Built) -> None:
         config = self.config
-        self.metrics = Metrics(built.model)
+        self.metrics = Metrics(built.model, _slots(config.engine))
+        observer = Observer(self.metrics, model=built.model, now_ns=time.monotonic_ns)
         self.rows = RowTable(_slots(config.engine))
         self.dispatch = Dispatch(
             config, text=built.text, replica=built.replica, rows=self.rows, model=built.model,
             shell=Shell(
                 now_ns=time.monotonic_ns, wall_s=time.time, in_pool=self._in_pool, soon=self._loop.call_soon,
-                flush=self._flush, settled=self._settled, log_exception=logger.exception, send_error=send_error,
+                flush=self._flush, settled=observer.settled, log_exception=logger.exception, send_error=send_error,
             ),
-            accounting=self.accounting,
+            accounting=self.accounting, live=self.metrics.live,
         )  # fmt: skip
         self.app = App(
             config, self.dispatch, self.metrics, created_s=int(time.time()), hung=lambda: self.heartbeat.hung,
@@ -166,33 +157,7 @@ class Server:
         if config.protocol.coalesce_ms:
             on_batch = Coalescer(config.protocol.coalesce_ms / 1e3, on_batch, self._loop.call_later).on_batch
         built.replica.listen(on_batch, self._engine_state)
-        self._gauges()
-
-    def _gauges(self) -> None:
-        dispatch, engine = self.dispatch, self.config.engine
-
-        def busy() -> float:
-            return float(dispatch.steps.slots.size - dispatch.steps.slots.free)
-
-        self.metrics.gauges.update(
-            {
-                "open_exchanges": ("Requests that are not settled", lambda: float(len(dispatch.open))),
-                "running": ("Generations in the engine", lambda: min(busy(), float(engine.max_running))),
-                "waiting": ("Generations that wait for a place", lambda: max(0.0, busy() - engine.max_running)),
-                "connections": ("Open connections", lambda: float(self.hub.shared.connections)),
-                "body_bytes": ("Request bytes held", lambda: float(self.hub.shared.body_bytes)),
-                "ready": ("1 if the engine is ready", lambda: float(dispatch.replica.state is ReplicaState.READY)),
-            }
-        )
-        self.metrics.counters["violations"] = (
-            "Connections closed for breaking the protocol",
-            lambda: float(self.hub.shared.violations),
-        )
-        for name, text in ENGINE_COUNTERS.items():
-            if hasattr(dispatch.replica, name):
-                self.metrics.counters[f"engine_{name}"] = (text, partial(_counter, dispatch.replica, name))
-        self.metrics.gauges.update(dispatch.accounting.gauges())
-        self.metrics.counters.update(dispatch.accounting.counters())
+        watch(self.metrics, self.dispatch, self.hub.shared, config.engine)
 
     # What dispatch asks of the loop
 
@@ -212,26 +177,6 @@ class Server:
 
     def _flush(self) -> None:
         self.hub.flush()
-
-    def _settled(self, exchange: Exchange) -> None:
-        now = time.monotonic_ns()
-        usage = exchange.account.usage
-        first_s = (exchange.first_ns - exchange.opened_ns) / 1e9 if exchange.first_ns else None
-        whole_s = (now - exchange.opened_ns) / 1e9
-        self.metrics.settled(status=exchange.status, end=exchange.end, usage=usage, first_s=first_s, whole_s=whole_s)
-        if logger.isEnabledFor(logging.INFO):
-            logs.log_exchange(
-                logger,
-                logs.Exchange(
-                    id=exchange.renderer.id, method=exchange.head.method, path=exchange.head.path,
-                    status=exchange.status or 499, version=exchange.head.version, peer=exchange.head.peer,
-                    end=exchange.end, model=self.dispatch.model, stream=exchange.request.stream,
-                    prompt_tokens=usage.prompt, cached_tokens=usage.cached, emitted_tokens=usage.emitted,
-                    delivered_tokens=usage.delivered, key_id=exchange.account.key_id,
-                    ttft_ms=first_s * 1e3 if first_s is not None else None,
-                    total_ms=whole_s * 1e3,
-                ),
-            )  # fmt: skip
 
     # Start
 

@@ -17,6 +17,7 @@ from evap.engine.interface import Text
 from evap.exchange import Exchange, Input, State
 from evap.messages import FINISH_MASK, HAS_LOGPROBS, META, NO_TOKEN, SILENT, Finish, TokenBatch, TokenLogprobs
 from evap.metering.opened import OpenTable
+from evap.metrics import Live
 from evap.protocol.rows import RowTable
 from evap.slots import SlotTable
 
@@ -41,6 +42,7 @@ class Steps:
         now_ns: Callable[[], int],
         settled: Callable[[Exchange], None],
         table: OpenTable | None = None,
+        live: Live | None = None,
     ) -> None:
         self.slots: SlotTable[ChoiceRun] = SlotTable(rows.max_slots)
         self.rows = rows
@@ -51,6 +53,7 @@ class Steps:
         self._text = text
         #: int32: tokens the engine has computed, by slot
         self._computed = table.computed if table is not None else np.zeros(rows.max_slots, np.int32)
+        self._live = live or Live(rows.max_slots)
         #: batches so far: an engine with work for which this stands still hangs
         self.batches = 0
         self._table = table
@@ -85,6 +88,7 @@ class Steps:
         choice = ChoiceRun(exchange, index)
         choice.slot, choice.generation = self.slots.take(choice)
         self._computed[choice.slot] = 0
+        self._live.gaps.begin(choice.slot)
         self.rows.forget(choice.slot)
         if exchange.kind == "tokens":
             self._raw[choice.slot] = True
@@ -150,8 +154,7 @@ class Steps:
         if batch.flags.any():
             self._flagged(batch)
         else:
-            self._first(batch)
-            self._computed[batch.slot] = batch.index + 1
+            self._count(batch)
             self._plain(batch.slot, batch.token)
         self._flush()
         if self._slowed:
@@ -197,16 +200,19 @@ class Steps:
         width = 4 if self._raw[choice.slot] else self.width
         return self.rows.join(choice.slot, choice.exchange.reply, *row, width)
 
-    def _first(self, batch: TokenBatch) -> None:
-        """Note when first tokens came."""
-        first = np.flatnonzero(batch.index == 0)
-        if len(first):
-            now = self._now_ns()
-            for slot in batch.slot[first].tolist():
-                choice = self.slots.owner[slot]
-                if choice is not None and not choice.exchange.first_ns:
-                    choice.exchange.first_ns = now
-                    choice.exchange.account.first_step = batch.step
+    def _count(self, batch: TokenBatch) -> None:
+        """Records with a token each: how many, when, and which exchanges have their first."""
+        now_ns, live = self._now_ns(), self._live
+        for slot in batch.slot[np.flatnonzero(batch.index == 0)].tolist():
+            choice = self.slots.owner[slot]
+            if choice is not None and not choice.exchange.first_ns:
+                exchange = choice.exchange
+                exchange.first_ns = now_ns
+                exchange.account.first_step = batch.step
+                live.started(len(exchange.prompt_ids), exchange.cached, (now_ns - exchange.opened_ns) / 1e9)
+        self._computed[batch.slot] = batch.index + 1
+        live.generated += len(batch.slot)
+        live.gaps.note(batch.slot, now_ns)
 
     def _plain(self, slots: Any, tokens: Any) -> None:
         """Records that are a token and nothing else."""
@@ -260,8 +266,7 @@ class Steps:
         counted = (flags & NO_TOKEN) == 0
         if counted.any():
             tokens = _select(batch, counted)
-            self._first(tokens)
-            self._computed[tokens.slot] = tokens.index + 1
+            self._count(tokens)
         plain = (flags & NOT_A_ROW) == 0
         if plain.any():
             self._plain(batch.slot[plain], batch.token[plain])

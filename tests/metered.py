@@ -58,7 +58,7 @@ class Metered:
                 in_pool=self._in_pool, flush=lambda: None,
                 settled=self.settled.append, log_exception=pytest.fail, send_error=send_error,
             ),
-            accounting=self.accounting,
+            accounting=self.accounting, live=self.metrics.live,
         )  # fmt: skip
         self.replica.listen(self.dispatch.steps.on_batch, lambda state, line: None)
         with pytest.raises(StopIteration):

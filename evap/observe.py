@@ -1,0 +1,98 @@
+"""What is said of a server: numbers for `/metrics`, and of each exchange that is over its share of them and a log line.
+
+Called on the loop's thread, once for each exchange and never for a token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from evap import logs
+from evap.config import EngineConfig
+from evap.dispatch import Dispatch
+from evap.exchange import Exchange
+from evap.messages import ReplicaState
+from evap.metrics import Metrics, Settled
+from evap.protocol.limits import Shared
+
+logger = logging.getLogger("evap.server")
+#: what an engine may count of itself
+ENGINE_COUNTERS: Final = {
+    "restarts": "Starts of an engine after it had died",
+    "mismatches": "Requests whose tokens differ from what the engine itself says of them",
+}
+
+
+class Observer:
+    """One per process."""
+
+    def __init__(self, metrics: Metrics, *, model: str, now_ns: Callable[[], int]) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._now_ns = now_ns
+
+    def settled(self, exchange: Exchange) -> None:
+        """An exchange is over, and its account is final."""
+        now_ns = self._now_ns()
+        self._metrics.settled(summary(exchange, now_ns))
+        if logger.isEnabledFor(logging.INFO):
+            logs.log_exchange(logger, line(exchange, self._model, now_ns))
+
+
+def summary(exchange: Exchange, now_ns: int) -> Settled:
+    """An exchange as numbers."""
+    opened, first, last = exchange.opened_ns, exchange.first_ns, exchange.account.last_ns
+    without = "error" if exchange.status >= 500 or exchange.end == "engine_failed" else "abort"
+    return Settled(
+        status=exchange.status or 499, end=exchange.ending, usage=exchange.account.usage,
+        reasons=[choice.reason or without for choice in exchange.choices],
+        lengths=[choice.emitted for choice in exchange.choices], max_tokens=exchange.request.max_tokens,
+        queue_s=(exchange.submitted_ns - opened) / 1e9 if exchange.submitted_ns else None,
+        decode_s=(last - first) / 1e9 if first and last else None, whole_s=(now_ns - opened) / 1e9,
+    )  # fmt: skip
+
+
+def line(exchange: Exchange, model: str, now_ns: int) -> logs.Exchange:
+    """What the log says of an exchange: never its text."""
+    usage, head, opened = exchange.account.usage, exchange.head, exchange.opened_ns
+    return logs.Exchange(
+        id=exchange.renderer.id, method=head.method, path=head.path, status=exchange.status or 499,
+        version=head.version, peer=head.peer, end=exchange.ending, model=exchange.adapter or model,
+        stream=exchange.request.stream, key_id=exchange.account.key_id, choices=len(exchange.choices),
+        prompt_tokens=usage.prompt, cached_tokens=usage.cached, computed_tokens=usage.computed,
+        emitted_tokens=usage.emitted, delivered_tokens=usage.delivered,
+        queue_ms=(exchange.submitted_ns - opened) / 1e6 if exchange.submitted_ns else None,
+        ttft_ms=(exchange.first_ns - opened) / 1e6 if exchange.first_ns else None,
+        total_ms=(now_ns - opened) / 1e6,
+    )  # fmt: skip
+
+
+def watch(metrics: Metrics, dispatch: Dispatch, shared: Shared, engine: EngineConfig) -> None:
+    """Gauges and counters that are read at each scrape."""
+
+    def busy() -> float:
+        return float(dispatch.steps.slots.size - dispatch.steps.slots.free)
+
+    gauge, counter, replica = metrics.gauge, metrics.counter, dispatch.replica
+    gauge("open_exchanges", "Requests that are not settled", lambda: float(len(dispatch.open)))
+    gauge("running", "Generations in the engine", lambda: min(busy(), float(engine.max_running)))
+    gauge("waiting", "Generations that wait for a place", lambda: max(0.0, busy() - engine.max_running))
+    gauge("connections", "Open connections", lambda: float(shared.connections))
+    gauge("body_bytes", "Request bytes held", lambda: float(shared.body_bytes))
+    gauge("ready", "1 if the engine is ready", lambda: float(replica.state is ReplicaState.READY))
+    counter("violations", "Connections closed for breaking the protocol", lambda: float(shared.violations))
+    counter("log_lines_dropped", "Log lines that nobody read in time", lambda: float(logs.dropped()))
+    for name, text in ENGINE_COUNTERS.items():
+        if hasattr(replica, name):
+            counter(f"engine_{name}", text, partial(_number, replica, name))
+    for name, (text, read) in dispatch.accounting.gauges().items():
+        gauge(name, text, read)
+    for name, (text, read) in dispatch.accounting.counters().items():
+        counter(name, text, read)
+
+
+def _number(owner: object, name: str) -> float:
+    return float(getattr(owner, name))
