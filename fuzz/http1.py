@@ -39,7 +39,8 @@ def by_h11(data: bytes) -> list[tuple[object, ...]]:
                 body += event.data
             if not isinstance(head, h11.Request) or not isinstance(event, h11.EndOfMessage):
                 break
-            path, _, query = head.target.decode().partition("?")
+            target = re.sub("^[^:/*]+://[^/?]*", "", head.target.decode()) or "/*"[head.method == b"OPTIONS"]  # 3.2.2
+            path, _, query = (target if target[0] in "/*" else "/" + target).partition("?")
             requests.append((head.method.decode(), path, query, head.http_version.decode(), body))
             server.send(h11.Response(status_code=404, headers=[]))
             server.send(h11.EndOfMessage())

@@ -100,12 +100,11 @@ class Http2Core:
         return events
 
     def tick(self, now_ns: int) -> list[Event]:
+        self.deadline_ns = NEVER
         if self._closing:
-            self.deadline_ns = NEVER
             return []
         self.now_ns = now_ns
         self._busy = True
-        self.deadline_ns = NEVER
         try:
             deadlines.check_connection(self)
             for stream in list(self.streams.values()):
@@ -203,9 +202,10 @@ class Http2Core:
         self.close_stream(stream, Input.BROKEN, reason)
 
     def sent_end(self, stream: Stream) -> None:
-        if stream.move(Input.SENT_END) is Action.STOP_REQUEST:
-            self._reset(stream, code.NO_ERROR)
-        self._forget(stream)
+        if stream.move(Input.SENT_END) is Action.LINGER:
+            stream.linger(self.now_ns)
+        else:
+            self.forget(stream)
 
     def drop_body(self, stream: Stream) -> None:
         self.shared.body_bytes -= sum(map(len, stream.chunks))
@@ -333,9 +333,9 @@ class Http2Core:
                 self.events.append(StreamCancelled(stream, reason))
             else:
                 stream.buffered = 0
-            self._forget(stream)
+            self.forget(stream)
 
-    def _forget(self, stream: Stream) -> None:
+    def forget(self, stream: Stream) -> None:
         """The stream is CLOSED: out of the table, nothing stays behind but `buffered`: what its reader never took."""
         stream.alive = False
         self.leave_rows(stream)

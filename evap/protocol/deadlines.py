@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from evap.errors import RequestTimeout
 from evap.protocol import headers as code
-from evap.protocol.limits import MIN_PROGRESS, to_ns
+from evap.protocol.limits import LINGER_NS, MIN_PROGRESS, to_ns
 from evap.protocol.stream import State, Stream
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ def check_stream(core: Http2Core, stream: Stream) -> None:
             core.answer(stream, RequestTimeout("the body did not arrive in time"))
         else:
             core.arm(due)
+    elif stream.state is State.LINGERING:
+        if now_ns >= stream.seen_ns + LINGER_NS:
+            core.break_stream(stream, code.NO_ERROR, "")  # RFC 9113 8.1: the rest is not wanted
+        else:
+            core.arm(stream.seen_ns + LINGER_NS)
     if stream.stalled_ns is None:
         return
     if stream.progress >= MIN_PROGRESS:

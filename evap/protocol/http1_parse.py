@@ -27,10 +27,14 @@ MAX_TRAILER_BYTES: Final = 8 << 10
 MAX_SMALL_CHUNKS: Final = 1 << 16
 _SMALL_CHUNK: Final = 64
 
-# RFC 9112 3.2.1. Only origin-form: evap is no proxy, so an absolute target names an authority that could disagree
-# with Host, and asterisk and authority form name no resource of ours.
-_REQUEST_LINE: Final = re.compile(rb"[A-Z][A-Z-]{0,31} /[!\"$-~]* HTTP/1\.[01]\r\n")
-_HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]{0,5})?")
+_AUTHORITY: Final = rb"(?:\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]{0,5})?"
+_HOST: Final = re.compile(_AUTHORITY)
+# RFC 9112 3.2: origin-form, absolute-form of http and https (no userinfo, RFC 9110 4.2.4), `OPTIONS *`. Authority-form
+# is for CONNECT: no proxy, no tunnel.
+_ABSOLUTE: Final = re.compile(rb"(?i:https?)://(" + _AUTHORITY + rb")((?:[/?][!\"$-~]*)?)")
+_REQUEST_LINE: Final = re.compile(
+    rb"(?!CONNECT )(?:[A-Z][A-Z-]{0,31} (?:/[!\"$-~]*|" + _ABSOLUTE.pattern + rb")|OPTIONS \*) HTTP/1\.[01]\r\n"
+)
 _FIELD_LINE: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*")
 _CHUNK_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[\t -~\x80-\xff]*)?")
 _HOP_BY_HOP: Final = frozenset(
@@ -58,7 +62,8 @@ def malformed(what: str) -> Refused:
 class Head:
     """A request's head and what follows it. `length` is the body's bytes, or None when it is chunked.
 
-    headers: lower-case names, without hop-by-hop fields (RFC 9110 7.6.1: they are between the peer and this parser).
+    target: in origin-form, or `*`. headers: lower-case names, without hop-by-hop fields (RFC 9110 7.6.1: they are
+    between the peer and this parser). host: an absolute target's, whatever the field says (RFC 9112 3.2.2).
     """
 
     method: str
@@ -117,7 +122,7 @@ def read_head(raw: bytes, max_headers: int, max_header_list_bytes: int) -> Head:
     """`raw` up to and with the empty line. Raises Refused for everything that is not exactly one valid head."""
     _check_line_length(raw)
     line = _REQUEST_LINE.match(raw)
-    if line is None or raw.startswith(b"CONNECT "):  # what follows CONNECT is a tunnel: no proxy, no tunnel
+    if line is None:
         raise malformed("the request line must be METHOD /path HTTP/1.1")
     pairs = raw.count(b"\r\n")
     if raw.count(b"\r") != pairs or raw.count(b"\n") != pairs:
@@ -145,16 +150,26 @@ def read_head(raw: bytes, max_headers: int, max_header_list_bytes: int) -> Head:
 def _interpret(method: str, target: bytes, version: str, fields: list[tuple[bytes, bytes]]) -> Head:
     options = {t.strip().lower() for n, v in fields if n == b"connection" for t in v.split(b",")}
     length = _framing(version, fields)
+    host = _host(version, fields)
+    if absolute := _ABSOLUTE.fullmatch(target):
+        host, target = absolute[1], _origin_form(method, absolute[2])
     return Head(
         method=method,
         target=target,
         version=version,
         headers=[f for f in fields if f[0] not in _HOP_BY_HOP],
-        host=_host(version, fields),
+        host=host,
         length=length,
         keep_alive=b"close" not in options and (version == "1.1" or b"keep-alive" in options),
         expects_continue=_expectation(version, fields) and length != 0,
     )
+
+
+def _origin_form(method: str, rest: bytes) -> bytes:
+    """What follows the authority, as if it had been sent alone (RFC 9112 3.2.1, 3.2.4)."""
+    if not rest and method == "OPTIONS":
+        return b"*"
+    return rest if rest.startswith(b"/") else b"/" + rest
 
 
 def _values(fields: list[tuple[bytes, bytes]], name: bytes) -> list[bytes]:

@@ -13,7 +13,7 @@ from evap.protocol.gate import Frame, SettingsFilter, Violation
 from evap.protocol.h2seam import SettingsAcknowledged, StreamReset
 from evap.protocol.hpack_in import Fields, OversizedList
 from evap.protocol.hpack_out import CONTINUE, NO_TABLE
-from evap.protocol.limits import MAX_FRAME, TINY_DATA, WINDOW_CREDIT, to_ns
+from evap.protocol.limits import LINGER_BYTES, MAX_FRAME, TINY_DATA, WINDOW_CREDIT, to_ns
 from evap.protocol.request_head import Head, Malformed, check_trailers, parse
 from evap.protocol.stream import Action, Input, State, Stream
 
@@ -60,7 +60,7 @@ class Inbound:
             raise Violation(code.PROTOCOL_ERROR, "HEADERS on a stream that the client may not open")
         if sid <= self._conn.highest_inbound_stream_id:
             stream = self._core.streams.get(sid)
-            if stream is not None and stream.state in (State.RECEIVING, State.EARLY):
+            if stream is not None and stream.state in (State.RECEIVING, State.EARLY, State.LINGERING):
                 self._trailers(stream, frame)
             else:
                 self._late_headers(frame)
@@ -181,6 +181,8 @@ class Inbound:
         stream.seen_ns = core.now_ns
         if stream.state is State.RECEIVING and not self._keep(stream, payload):
             return
+        if stream.state is State.LINGERING and self._had_enough(stream, payload):
+            return
         if ended:
             self._ended(stream)
 
@@ -200,11 +202,23 @@ class Inbound:
             core.answer(stream, Overloaded("too many request bodies at once", retry_after_s=1.0))
         return stream.state is not State.CLOSED
 
+    def _had_enough(self, stream: Stream, payload: bytes) -> bool:
+        """A body that nobody wants any more is thrown away as it comes, but not without end."""
+        stream.received += len(payload)
+        if stream.received <= LINGER_BYTES:
+            return False
+        self._core.break_stream(stream, code.NO_ERROR, "")
+        return True
+
     def _ended(self, stream: Stream) -> None:
         if stream.state is State.RECEIVING and stream.length not in (None, stream.received):
             self._malformed(stream)
-        elif stream.move(Input.END) is Action.HAND_OVER:
+            return
+        action = stream.move(Input.END)
+        if action is Action.HAND_OVER:
             self._core.ready.append(stream)
+        elif action is Action.FINISH:
+            self._core.forget(stream)
 
     # --- control ---
 

@@ -35,6 +35,11 @@ LATE_BURST: Final = 2048
 #: WINDOW_UPDATE frames that one DATA frame of ours earns.
 WINDOW_CREDIT: Final = 4
 NS: Final = 1_000_000_000
+#: What a client still sends after an answer that did not wait for it is read and thrown away: for a moment (HTTP/2:
+#: until it is silent for one), and so many bytes of a stream. RFC 9113 8.1 and RFC 9112 9.6 let us stop at once, but
+#: clients lose the answer then: curl 7.88 when RST_STREAM comes with it, httpcore when its upload is not credited.
+LINGER_NS: Final = NS
+LINGER_BYTES: Final = 64 << 20
 #: From the last answer to GOAWAY while draining: httpcore takes a GOAWAY that it reads together with the end of an
 #: answer for a failure of every answer that another of its threads has not picked up yet.
 GOODBYE_NS: Final = NS // 2

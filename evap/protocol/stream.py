@@ -3,8 +3,11 @@
                  head               END_STREAM in              END_STREAM out
     (idle) ---------------> RECEIVING ----------> ANSWERING ------------------> CLOSED
                                |  refused with         ^                          ^
-                               |  a status             | END_STREAM in            | END_STREAM out, then
-                               +------------> EARLY ---+--------------------------+ RST_STREAM NO_ERROR
+                               |  a status             | END_STREAM in            | END_STREAM in, or
+                               +------------> EARLY ---+                          | RST_STREAM NO_ERROR
+                                                |                                 | after a moment
+                                                +----> LINGERING -----------------+
+                                      END_STREAM out
 
 A stream leaves the core's table when it is CLOSED; an id that is not in it and not idle *is* CLOSED, so late frames
 find their transition here too. h2 keeps its own states (RFC 9113 5.1) for what may be sent; these say what it means.
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from evap.protocol import hpack_out
 from evap.protocol.events import HeaderList, RequestHead
+from evap.protocol.limits import LINGER_NS
 
 if TYPE_CHECKING:
     from evap.protocol.connection import Http2Core
@@ -28,7 +32,8 @@ class State(enum.IntEnum):
     RECEIVING = 0  #: the head is here, the body is coming
     ANSWERING = 1  #: the whole request is here; it has been handed over, or will be at the end of this read
     EARLY = 2  #: answered with a status before the body was here; what still comes is thrown away
-    CLOSED = 3
+    LINGERING = 3  #: that answer is complete; the client may take it before we reset, or end its request itself
+    CLOSED = 4
 
 
 class Input(enum.IntEnum):
@@ -47,7 +52,7 @@ class Action(enum.IntEnum):
     DISCARD = 2  #: throw the body away (its window is credited all the same)
     CANCEL = 3  #: whoever has the request hears of it, if it was handed over and not yet answered completely
     FINISH = 4  #: nothing more to do
-    STOP_REQUEST = 5  #: RST_STREAM NO_ERROR: the answer is complete, do not send the rest (RFC 9113 8.1)
+    LINGER = 5  #: the answer is complete and the request is not: reset it in a moment (limits.LINGER_NS)
     LATE = 6  #: a frame for a closed stream: h2 answers RST_STREAM and credits the window; we count it
     IGNORE = 7
 
@@ -64,10 +69,16 @@ TABLE: Final[dict[tuple[State, Input], tuple[Action, State]]] = {
     (_S.EARLY, _I.DATA): (_A.DISCARD, _S.EARLY),
     (_S.EARLY, _I.END): (_A.DISCARD, _S.ANSWERING),
     (_S.EARLY, _I.REFUSE): (_A.IGNORE, _S.EARLY),
-    (_S.EARLY, _I.SENT_END): (_A.STOP_REQUEST, _S.CLOSED),
+    (_S.EARLY, _I.SENT_END): (_A.LINGER, _S.LINGERING),
     (_S.EARLY, _I.RESET): (_A.CANCEL, _S.CLOSED),
     (_S.EARLY, _I.BROKEN): (_A.CANCEL, _S.CLOSED),
     (_S.EARLY, _I.GONE): (_A.CANCEL, _S.CLOSED),
+    (_S.LINGERING, _I.DATA): (_A.DISCARD, _S.LINGERING),
+    (_S.LINGERING, _I.END): (_A.FINISH, _S.CLOSED),
+    (_S.LINGERING, _I.REFUSE): (_A.IGNORE, _S.LINGERING),
+    (_S.LINGERING, _I.RESET): (_A.CANCEL, _S.CLOSED),
+    (_S.LINGERING, _I.BROKEN): (_A.CANCEL, _S.CLOSED),
+    (_S.LINGERING, _I.GONE): (_A.CANCEL, _S.CLOSED),
     (_S.ANSWERING, _I.DATA): (_A.LATE, _S.ANSWERING),
     (_S.ANSWERING, _I.END): (_A.LATE, _S.ANSWERING),
     (_S.ANSWERING, _I.REFUSE): (_A.IGNORE, _S.ANSWERING),
@@ -147,6 +158,11 @@ class Stream:
     def move(self, event: Input) -> Action:
         action, self.state = TABLE[self.state, event]
         return action
+
+    def linger(self, now_ns: int) -> None:
+        """The answer is complete before the request is; what still comes is counted anew."""
+        self.seen_ns, self.received = now_ns, 0
+        self.core.arm(now_ns + LINGER_NS)
 
     def start(self, status: int, headers: HeaderList) -> None:
         if self.alive and not self.started:

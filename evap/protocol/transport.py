@@ -24,13 +24,10 @@ from evap.protocol.connection import Http2Core
 from evap.protocol.events import Event
 from evap.protocol.gate import PREFACE
 from evap.protocol.http1 import Http1Core
-from evap.protocol.limits import HIGH_WATER, LOW_WATER, NEVER, NS, Shared, to_ns
+from evap.protocol.limits import HIGH_WATER, LINGER_NS, LOW_WATER, NEVER, NS, Shared, to_ns
 
 logger = logging.getLogger("evap.protocol")
 
-#: How long a connection that we close keeps on reading (and throwing away) so that the kernel does not answer what is
-#: still coming with a TCP reset, which could take our last words away from the client (RFC 9112 9.6).
-LINGER_NS: Final = to_ns(1)
 #: Flushes in a row before other connections get their turn.
 MAX_ROUNDS: Final = 4
 #: The timer's longest and shortest period.
@@ -315,7 +312,8 @@ class ServerProtocol(asyncio.Protocol):
             self.due_ns = getattr(core, "deadline_ns", 0)
 
     def _close(self) -> None:
-        """Say that nothing more comes, and read on for a moment."""
+        """Say that nothing more comes, and read on for a moment: else the kernel would answer what is still coming with
+        a TCP reset, which could take our last words away from the client (RFC 9112 9.6)."""
         transport = self._transport
         if transport is None or self.said_bye:
             return

@@ -47,6 +47,21 @@ def test_small_routes_and_errors(server: Server, option: str, version: str) -> N
     assert json.loads(out)["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(("option", "version"), VERSIONS.items())
+def test_options_about_the_whole_server(server: Server, option: str, version: str) -> None:
+    """RFC 9110 9.3.7."""
+    head = run(program("curl"), "-sSi", option, "-X", "OPTIONS", "--request-target", "*", server.url).stdout.lower()
+    assert head.split()[:2] == [b"http/" + version.encode(), b"204"]
+    assert b"\r\nallow: get, head, post, options\r\n" in head
+
+
+def test_a_target_in_absolute_form(server: Server) -> None:
+    """RFC 9112 3.2.2: what curl sends when it takes us for its proxy."""
+    assert curl(server, "/health", "--http1.1", "-x", server.url, "--noproxy", "") == (200, "1.1", b'{"status":"ok"}')
+    status, _, out = curl(server, "/v1/chat/completions", "-x", server.url, "--noproxy", "", body=chat("proxy", 20))
+    assert (status, text_of(out)) == (200, said("proxy", 20))
+
+
 def test_one_connection_for_many_requests(server: Server) -> None:
     """curl 7.88 cannot do it with --http2-prior-knowledge, whatever the server; see TLS below."""
     done = run(program("curl"), "-sSv", "--http1.1", *[f"{server.url}/health"] * 5)
@@ -71,7 +86,7 @@ def test_expect_100_continue(server: Server, tmp_path: Path, option: str) -> Non
 def test_a_body_that_is_too_large_is_answered(start_server: Callable[..., Server]) -> None:
     """The answer arrives although the rest of the body is never read (RFC 9112 9.6)."""
     server = start_server("--max-body-bytes", "100000")
-    # HTTP/2 is in test_nghttp.py: curl 7.88 loses an answer that RST_STREAM(NO_ERROR) follows (RFC 9113 8.1).
+    # Over HTTP/2: test_refused_uploads.py.
     for how in ((), ("-H", "Transfer-Encoding: chunked", "-H", "Expect:"), ("-H", "Expect: 100-continue")):
         status, _, out = curl(server, "/v1/chat/completions", "--http1.1", *how, body=b"x" * BIG)
         assert (status, json.loads(out)["error"]["code"]) == (413, "body_too_large"), how

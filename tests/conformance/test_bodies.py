@@ -120,6 +120,7 @@ def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes() -> None:
     raw = Raw(max_body_bytes=1000)
     raw.send(f.headers(1, (*f.POST, length(1001))))
     assert raw.status(1) == 413
+    raw.wait(1)
     assert raw.resets(1) == [code.NO_ERROR]
     assert raw.healthy
 
@@ -131,6 +132,7 @@ def test_a_body_that_grows_too_large() -> None:
     assert raw.status(1) is None
     raw.send(f.data(1, b"x"))
     assert raw.status(1) == 413
+    raw.wait(1)
     assert raw.resets(1) == [code.NO_ERROR]
     raw.send(f.post(3, bytes(1000)))
     assert raw.requests()[0].body == bytes(1000)
@@ -146,6 +148,7 @@ def test_a_body_that_stops_coming() -> None:
     assert raw.status(1) is None
     raw.wait(2)
     assert raw.status(1) == 408
+    raw.wait(1)
     assert raw.resets(1) == [code.NO_ERROR]
     assert raw.shared.body_bytes == 0
 

@@ -78,7 +78,11 @@ def test_keep_alive(line: bytes, fields: tuple[bytes, ...], keeps: bool) -> None
         b"GET  / HTTP/1.1", b"GET /  HTTP/1.1", b" GET / HTTP/1.1", b"GET / HTTP/1.1 ", b"GET\t/ HTTP/1.1",
         b"get / HTTP/1.1", b"GET / HTTP/1.2", b"GET / HTTP/2.0", b"GET / HTTP/0.9", b"GET / http/1.1", b"GET /",
         b"GET / HTTP/1.10", b"GET / HTTP/11", b"GET / RTSP/1.0", b"GET / ICE/1.0", b"PRI * HTTP/2.0",
-        b"GET http://evap.test/ HTTP/1.1", b"GET * HTTP/1.1", b"OPTIONS * HTTP/1.1", b"CONNECT evap.test:443 HTTP/1.1",
+        b"GET * HTTP/1.1", b"OPTIONS ** HTTP/1.1", b"OPTIONS *?a HTTP/1.1", b"CONNECT evap.test:443 HTTP/1.1",
+        b"GET http:///a HTTP/1.1", b"GET http://u@evap.test/ HTTP/1.1", b"GET http://u:p@evap.test/ HTTP/1.1",
+        b"GET ftp://evap.test/ HTTP/1.1", b"GET http:/evap.test HTTP/1.1", b"GET //http://x HTTP/1.2",
+        b"GET http://[::1/ HTTP/1.1", b"GET http://a:99999999/ HTTP/1.1", b"GET http://a/#b HTTP/1.1",
+        b"GET http://a\\b/ HTTP/1.1", b"CONNECT http://a/ HTTP/1.1", b"OPTIONS http://a* HTTP/1.1x",
         b"CONNECT / HTTP/1.1", b"GET evap.test HTTP/1.1", b"GET /a b HTTP/1.1", b"GET /a#b HTTP/1.1",
         b"GET /\xc3\xa9 HTTP/1.1", b"GET /\x00 HTTP/1.1", b"GET /\x7f HTTP/1.1", b"GET /\t HTTP/1.1", b"",
         b"FROB / HTTP/1.1", b"GE(T / HTTP/1.1", b"GET /a\rb HTTP/1.1", b"GET /a\nb HTTP/1.1",
@@ -86,6 +90,28 @@ def test_keep_alive(line: bytes, fields: tuple[bytes, ...], keeps: bool) -> None
 )  # fmt: skip
 def test_request_lines_that_are_refused(line: bytes) -> None:
     assert refusal(line=line) is InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("line", "target", "host"),
+    [
+        (b"OPTIONS *", b"*", b"evap.test"),
+        (b"OPTIONS http://a.test:80", b"*", b"a.test:80"),
+        (b"OPTIONS http://a.test/", b"/", b"a.test"),
+        (b"OPTIONS http://a.test?x", b"/?x", b"a.test"),
+        (b"GET http://a.test", b"/", b"a.test"),
+        (b"GET http://a.test?q=/", b"/?q=/", b"a.test"),
+        (b"GET HTTPS://A.test:8443/v1/x?q=http://b", b"/v1/x?q=http://b", b"A.test:8443"),
+        (b"POST http://[::1]:8000/v1/chat/completions", b"/v1/chat/completions", b"[::1]:8000"),
+        (b"GET //a.test/b", b"//a.test/b", b"evap.test"),
+    ],
+)
+def test_absolute_and_asterisk_form(line: bytes, target: bytes, host: bytes) -> None:
+    """RFC 9112 3.2.2: servers take the absolute form too, and then ignore Host; they need it all the same (3.2)."""
+    read = head(line=line + b" HTTP/1.1")
+    assert (read.target, read.host) == (target, host)
+    assert refusal(line=line + b" HTTP/1.1", host=b"") is InvalidRequest
+    assert refusal(line=line + b" HTTP/1.1", host=b"Host: a b") is InvalidRequest
 
 
 @pytest.mark.parametrize(

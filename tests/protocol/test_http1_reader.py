@@ -88,7 +88,7 @@ def test_no_100_for_what_is_refused() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET / HTTP/1.1\n\n", b"\x16\x03\x01\x02", b"GET http://x/ HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\n\n", b"\x16\x03\x01\x02", b"GET * HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nA : b\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",

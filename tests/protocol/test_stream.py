@@ -9,8 +9,8 @@ import pytest
 from evap.protocol.stream import TABLE, Action, Input, State
 
 PAIRS = list(itertools.product(State, Input))
-#: Our END_STREAM before anything was answered, or after the stream is closed: only a bug of ours could ask for it.
-IMPOSSIBLE = {(State.RECEIVING, Input.SENT_END), (State.CLOSED, Input.SENT_END)}
+#: Our END_STREAM before anything was answered, or after it was sent: only a bug of ours could ask for it.
+IMPOSSIBLE = {(state, Input.SENT_END) for state in (State.RECEIVING, State.LINGERING, State.CLOSED)}
 
 
 @pytest.mark.parametrize(("state", "event"), PAIRS)
@@ -38,7 +38,7 @@ def test_a_request_is_handed_over_from_one_place_only() -> None:
 
 
 def test_no_way_leads_back() -> None:
-    order = {State.RECEIVING: 0, State.EARLY: 1, State.ANSWERING: 2, State.CLOSED: 3}
+    order = {State.RECEIVING: 0, State.EARLY: 1, State.LINGERING: 2, State.ANSWERING: 2, State.CLOSED: 3}
     assert all(order[after] >= order[state] for (state, _), (_, after) in TABLE.items())
 
 

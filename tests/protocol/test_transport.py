@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from evap.protocol.events import Event, PeerGone, RequestReady, StreamCancelled
-from evap.protocol.limits import HIGH_WATER, to_ns
-from evap.protocol.transport import LINGER_NS, Hub, ServerProtocol
+from evap.protocol.limits import HIGH_WATER, LINGER_NS, to_ns
+from evap.protocol.transport import Hub, ServerProtocol
 from tests.protocol import frames as f
 from tests.protocol.fake_transport import FakeTransport
 from tests.protocol.joined import configured, split
