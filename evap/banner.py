@@ -19,7 +19,10 @@ QUESTION: Final = "What is the capital of France?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What there is to say. `host` and `port` are what was bound; `tls` is "", "self-signed" or "certificate"."""
+    """What there is to say. `host` and `port` are what was bound; `tls` is "", "self-signed" or "certificate".
+
+    port 0: no TCP port. unix: paths of UNIX sockets.
+    """
 
     host: str
     port: int
@@ -31,10 +34,11 @@ class Ready:
     tls: str = ""
     chat: bool = True  # the model has a chat template
     started_s: float = 0.0
+    unix: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
-        return _url(self.host, self.port, bool(self.tls))
+        return _url(self.host, self.port, bool(self.tls)) if self.port else f"unix:{self.unix[0]}"
 
 
 def _url(host: str, port: int, tls: bool) -> str:
@@ -47,7 +51,10 @@ def curl(ready: Ready) -> str:
     loopback = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # compared, not bound
     base = _url(loopback.get(ready.host, ready.host), ready.port, bool(ready.tls))
     words = ["curl", "-sN"]
-    if not ready.tls:
+    if not ready.port:
+        base = "http://localhost"
+        words += ["--unix-socket", ready.unix[0], "--http2-prior-knowledge"]
+    elif not ready.tls:
         words.append("--http2-prior-knowledge")
     elif ready.tls == "self-signed":
         words.append("-k")
@@ -71,8 +78,10 @@ def lines(ready: Ready) -> list[tuple[str, str]]:
         ("speaks", "HTTP/2 and HTTP/1.1" + (f" over TLS ({ready.tls})" if ready.tls else ", without TLS")),
         ("try", curl(ready)),
     ]
-    if ready.host in ("0.0.0.0", "::", ""):  # noqa: S104  # compared, not bound
-        said.insert(4, ("note", "reachable from every network of this machine"))
+    if ready.port and ready.unix:
+        said.insert(1, ("also at", ", ".join(f"unix:{path}" for path in ready.unix)))
+    if ready.port and ready.host in ("0.0.0.0", "::", ""):  # noqa: S104  # compared, not bound
+        said.insert(-1, ("note", "reachable from every network of this machine"))
     return said
 
 

@@ -24,8 +24,10 @@ def opt(
 class ServerConfig:
     """Where to listen and how to speak of it."""
 
-    host: str = opt("127.0.0.1", "address to listen on")
+    host: str = opt("127.0.0.1", "address to listen on; 'none' for no TCP port")
     port: int = opt(8000, "port to listen on; 0 picks a free one and prints it", low=0, high=65535)
+    uds: str = opt("", "path of a UNIX socket to listen on as well; always without TLS")
+    uds_mode: str = opt("660", "permissions of that socket's file")
     tls_cert: str = opt("", "PEM file with the certificate chain; turns TLS on")
     tls_key: str = opt("", "PEM file with the private key")
     tls_client_ca: str = opt(

@@ -103,6 +103,8 @@ def _version(package: str) -> str | None:
 
 def _port(config: Config) -> Check:
     host, port = config.server.host, config.server.port
+    if host == "none":
+        return Check(OK, "address", f"unix:{config.server.uds}" if config.server.uds else "none but what is passed on")
     where = f"{host}:{port}"
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

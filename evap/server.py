@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
-import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,8 @@ from evap.heartbeat import Heartbeat
 from evap.messages import ReplicaState
 from evap.metrics import Metrics
 from evap.observe import Observer, watch
-from evap.protocol import sockets
+from evap.protocol import listening
+from evap.protocol.listening import Listener
 from evap.protocol.rows import RowTable
 from evap.protocol.tls import ServerTls
 from evap.protocol.transport import Hub
@@ -78,18 +80,21 @@ class Server:
         for name in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(name, self._signalled, name)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
-        listening = sockets.listen(self.config.server.host, self.config.server.port)
+        self.listeners = self._listen()
         try:
             built = await self._build()
             self.accounting = accounting = await self._open_accounting(built.model)
             try:
-                return await self._serve(listening, built)
+                return await self._serve(built)
             finally:
                 await self._loop.run_in_executor(None, accounting.close)
         finally:
-            listening.close()
+            listening.close_all(self.listeners)
             for pool in (self._pool, self._readers):
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def _listen(self) -> list[Listener]:
+        return listening.open_all(self.config.server, listening.passed(os.environ, os.getpid()))
 
     async def _open_accounting(self, model: str) -> Accounting:
         accounting = Accounting(
@@ -111,27 +116,39 @@ class Server:
             return build(self.config.engine, self._loop)
         return await self._loop.run_in_executor(None, build, self.config.engine, self._loop)
 
-    async def _serve(self, listening: socket.socket, built: Built) -> int:
+    async def _serve(self, built: Built) -> int:
         self.tls = self._tls()
         tls = self.tls.context if self.tls is not None else None
         self._assemble(built)
-        server = await self._loop.create_server(self.hub.protocol, sock=listening, ssl=tls, backlog=4096)
+        servers = [await self._accept(listener, tls) for listener in self.listeners]
         tickers = [self._loop.create_task(work()) for work in (self._tick, self._watch)]
         try:
             if not await self._start_engine(built):
                 return 0
-            self._announce(built, listening, tls)
+            self._announce(built)
             gc.collect()
             gc.freeze()  # what is alive now stays alive: collections need not walk it
             gc.set_threshold(*GC_THRESHOLDS)
             await self._stop.wait()
-            return await self._drain(server)
+            return await self._drain()
         finally:
             for ticker in tickers:
                 ticker.cancel()
-            server.close()
+            for server in servers:
+                server.close()
             self.hub.close()
             await built.replica.stop()
+
+    async def _accept(self, listener: Listener, tls: ssl.SSLContext | None) -> asyncio.AbstractServer:
+        """A UNIX socket has no TLS: its file's permissions say who may connect, and nobody listens in between."""
+        loop, backlog = self._loop, listening.BACKLOG
+        if not listener.unix:
+            return await loop.create_server(self.hub.protocol, sock=listener.sock, ssl=tls, backlog=backlog)
+        stock = isinstance(loop, asyncio.BaseEventLoop) and sys.version_info >= (3, 13)
+        keep: dict[str, Any] = (
+            {"cleanup_socket": False} if stock else {}
+        )  # removing the file is not the loop's business
+        return await loop.create_unix_server(self.hub.protocol, sock=listener.sock, backlog=backlog, **keep)
 
     def _assemble(self, built: Built) -> None:
         config = self.config
@@ -209,11 +226,12 @@ class Server:
             logger.info("engine: %s", line)
         self.app.detail = line
 
-    def _announce(self, built: Built, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
+    def _announce(self, built: Built) -> None:
         server, info = self.config.server, built.replica.info
-        kind = "" if tls is None else server.tls or "certificate"
+        kind = "" if self.tls is None else server.tls or "certificate"
+        host, port, unix = listening.addresses(self.listeners)
         ready = banner.Ready(
-            host=server.host, port=listening.getsockname()[1], model=built.model, engine=info.engine,
+            host=host or server.host, port=port, unix=unix, model=built.model, engine=info.engine,
             device=info.device, dtype=info.dtype, max_model_len=info.max_model_len, tls=kind, chat=built.chat,
             started_s=(time.monotonic_ns() - self._started_ns) / 1e9,
         )  # fmt: skip
@@ -247,7 +265,7 @@ class Server:
             self._forced.set()
         self._stop.set()
 
-    async def _drain(self, server: asyncio.AbstractServer) -> int:
+    async def _drain(self) -> int:
         """Finish what runs, refuse what is new; 0, or EXIT_FORCED after a second signal."""
         timeout = self.config.server.drain_timeout_s
         logger.info("draining: %d open exchanges, at most %g s", len(self.dispatch.open), timeout)

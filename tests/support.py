@@ -25,10 +25,12 @@ _READY: Final = re.compile(r"ready at (?P<url>https?://\S+:(?P<port>\d+)) in ")
 class Server:
     """`python -m evap serve ARGS`, or `module` in its place. `url` ends without a slash; `log`: stdout and stderr."""
 
-    def __init__(self, *args: str, env: Mapping[str, str] | None = None, module: tuple[str, ...] = ("evap",)) -> None:
+    def __init__(
+        self, *args: str, env: Mapping[str, str] | None = None, module: tuple[str, ...] = ("evap", "serve")
+    ) -> None:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("EVAP_") or k == "EVAP_CACHE_DIR"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *module, "serve", *args],
+            [sys.executable, "-m", *module, *args],
             cwd=ROOT, env={**clean, "PYTHONUNBUFFERED": "1", **(env or {})}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip

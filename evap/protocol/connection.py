@@ -18,10 +18,11 @@ from evap.protocol import deadlines, hpack_out
 from evap.protocol import headers as code
 from evap.protocol.events import Event, HeaderList, PeerGone, Reply, RequestReady, RowsHost, StreamCancelled
 from evap.protocol.events import WindowOpened as Opened
+from evap.protocol.farewell import Farewell
 from evap.protocol.gate import Gate, Violation
 from evap.protocol.h2seam import ServerConnection
 from evap.protocol.inbound import Inbound
-from evap.protocol.limits import GOODBYE_NS, HIGH_WATER, NEVER, Budgets, Shared, WriteProgress, to_ns
+from evap.protocol.limits import HIGH_WATER, NEVER, Budgets, Shared, WriteProgress, to_ns
 from evap.protocol.outbox import Outbox
 from evap.protocol.stream import Action, Input, State, Stream
 
@@ -61,7 +62,7 @@ class Http2Core:
         self.aborting = False  # close without waiting for what is queued: the peer does not read
         self.writes = WriteProgress(now_ns)
         self.started_ns = now_ns
-        self._answered_ns = -GOODBYE_NS  # when the last answer was done
+        self.farewell = Farewell()
         self.active_ns = now_ns
         self.partial_ns: int | None = None
         self.deadline_ns = now_ns + to_ns(min(config.preface_timeout_s, config.settings_timeout_s))
@@ -124,8 +125,7 @@ class Http2Core:
         return self._finish_call()
 
     def drain(self, now_ns: int) -> None:
-        """Refuse new streams from now on; GOAWAY only when the last one is done, because httpx and undici drop
-        running streams when they see one (RFC 9113 6.8 would have them go on)."""
+        """Refuse new streams from now on; what follows is in `farewell.py`."""
         self.now_ns = now_ns
         self.draining = True
         self._leave_if_done()
@@ -307,12 +307,8 @@ class Http2Core:
             self.arm(self.now_ns + to_ns(self.config.stall_timeout_s))
 
     def _leave_if_done(self) -> None:
-        if not (self.draining or self.peer_leaving) or self.streams or self.ready:
-            return
-        if self.peer_leaving or self.now_ns >= self._answered_ns + GOODBYE_NS:
-            self.goodbye(code.NO_ERROR, "")
-        else:
-            self.arm(self._answered_ns + GOODBYE_NS)
+        if (self.draining or self.peer_leaving) and not self.streams and not self.ready:
+            self.farewell.step(self)
 
     def _fail(self, violation: Violation) -> None:
         self.shared.violations += 1
@@ -342,7 +338,7 @@ class Http2Core:
         stream.queue.clear()
         self.drop_body(stream)
         if stream.delivered:
-            self._answered_ns = self.now_ns
+            self.farewell.answered_ns = self.now_ns
         del self.streams[stream.stream_id]
         self.conn.closed_one()
         if not self.streams:

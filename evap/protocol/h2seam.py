@@ -42,6 +42,7 @@ from evap.protocol.limits import MAX_FRAME
 __all__ = ["Event", "H2Stream", "ServerConnection", "SettingsAcknowledged", "StreamReset"]
 
 INITIAL_WINDOW: Final = 65_535
+MAX_STREAM_ID: Final = (1 << 31) - 1
 #: Streams are purged from h2's table after this many closed (h2 itself walks all of them for each new stream).
 PURGE_EVERY: Final = 64
 
@@ -208,6 +209,11 @@ class ServerConnection(H2Connection):
     def reset(self, stream: H2Stream, error: int) -> None:
         if not stream.closed:
             self.reset_stream(stream.stream_id, error)
+
+    def announce_goaway(self, ping: bytes) -> None:
+        """GOAWAY that accepts everything (RFC 9113 6.8); a PING before it: clients made with h2 take none after."""
+        self.ping(ping)
+        self.close_connection(0, last_stream_id=MAX_STREAM_ID)
 
     def goaway(self, error: int, reason: str) -> None:
         self.close_connection(error, additional_data=reason.encode() or None)

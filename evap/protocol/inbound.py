@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from evap.errors import BodyTooLarge, EvapError, HeadersTooLarge, Overloaded
-from evap.protocol import gate
+from evap.protocol import farewell, gate
 from evap.protocol import headers as code
 from evap.protocol.events import RequestHead
 from evap.protocol.gate import Frame, SettingsFilter, Violation
@@ -257,6 +257,8 @@ class Inbound:
 
     def _ping(self, frame: Frame) -> None:
         self._spend_control()
+        if frame.flags & gate.ACK and frame.raw[9:] == farewell.PING:
+            self._core.farewell.heard = True
         self._stock(frame.raw)
 
     def _goaway(self, frame: Frame) -> None:

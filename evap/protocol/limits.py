@@ -40,9 +40,6 @@ NS: Final = 1_000_000_000
 #: clients lose the answer then: curl 7.88 when RST_STREAM comes with it, httpcore when its upload is not credited.
 LINGER_NS: Final = NS
 LINGER_BYTES: Final = 64 << 20
-#: From the last answer to GOAWAY while draining: httpcore takes a GOAWAY that it reads together with the end of an
-#: answer for a failure of every answer that another of its threads has not picked up yet.
-GOODBYE_NS: Final = NS // 2
 NEVER: Final = 1 << 62
 
 

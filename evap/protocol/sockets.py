@@ -60,11 +60,11 @@ def no_delay(sock: socket.socket | None) -> None:
 
 
 def address(peername: object) -> str:
-    """host:port for logs; an IPv6 address in brackets."""
+    """host:port for logs, an IPv6 address in brackets; "unix" for the nameless peer of a UNIX socket."""
     if isinstance(peername, tuple) and len(peername) >= 2:
         host, port = peername[:2]
         return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
-    return str(peername or "")
+    return "" if peername is None else str(peername or "unix")
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.clients.asking import SOON_S, chat, eventually, running, said, text_of
+from tests.clients.asking import HERE, SOON_S, chat, eventually, program, running, said, text_of
 from tests.support import STOP_TIMEOUT_S, Server
 
 JSON = {"content-type": "application/json"}
@@ -36,6 +38,19 @@ def test_running_streams_finish(start_server: Callable[..., Server], kind: str) 
             server.process.send_signal(signal.SIGTERM)
             texts = [text_of(answer.result()) for answer in answers]
     assert texts == [said(f"drain{n}", 100) for n in range(20)]
+    assert server.process.wait(STOP_TIMEOUT_S) == 0
+
+
+@pytest.mark.parametrize("kind", ["fetch", "http2"])
+def test_running_streams_of_node_finish(start_server: Callable[..., Server], kind: str) -> None:
+    """undici, like httpx, drops what runs when it sees GOAWAY; node:http2 does not."""
+    server = start_server("--synthetic-step-ms", "20")
+    command = [program("node"), str(HERE / "drain.mjs"), server.url, kind, "20", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "running\n"
+        server.process.send_signal(signal.SIGTERM)
+        assert json.loads(client.communicate(timeout=SOON_S)[0]) == {"ok": 20, "wrong": []}
     assert server.process.wait(STOP_TIMEOUT_S) == 0
 
 

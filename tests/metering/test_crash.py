@@ -75,7 +75,7 @@ class Client(threading.Thread):
 def lives(folder: Path, log: Path, number: int, seed: int) -> list[Client]:
     """One life of a server, ended by kill -9 at a random moment."""
     flags = ("--engine", "synthetic", "--port", "0", "--synthetic-step-ms", "2", "--data-dir", str(folder))
-    server = Server(*flags, module=("tests.metering.logged_server", str(log)))
+    server = Server(*flags, module=("tests.metering.logged_server", str(log), "serve"))
     try:
         server.wait_ready()
         clients = [Client(server.url, seed * 1000 + number * CLIENTS + i) for i in range(CLIENTS)]

@@ -185,19 +185,16 @@ def test_drain_lets_answers_finish_and_says_goaway_last() -> None:
     joined.pump()
     assert joined.received(sid) == b"the rest"
     assert not joined.of(ConnectionTerminated)  # not in the same read as the end of an answer
-    joined.now_ns = joined.core.deadline_ns
-    joined.core.tick(joined.now_ns)
-    joined.pump()
-    [bye] = joined.of(ConnectionTerminated)
-    assert int(bye.error_code) == code.NO_ERROR
+    for _ in range(2):  # h2 as a client throws its PING's answer away when it reads GOAWAY
+        joined.now_ns = joined.core.deadline_ns
+        joined.core.tick(joined.now_ns)
+        joined.pump()
+    byes = joined.of(ConnectionTerminated)
+    assert [(int(bye.error_code), bye.last_stream_id) for bye in byes] == [(0, (1 << 31) - 1), (0, late)]
     assert joined.core.closing
 
 
-def test_drain_of_an_idle_connection_and_stop_of_a_busy_one() -> None:
-    idle = Joined()
-    idle.core.drain(2)
-    idle.pump()
-    assert idle.core.closing
+def test_stop_of_a_busy_connection() -> None:
     busy = Joined()
     reply = busy.reply(busy.request())
     assert busy.core.stop(2) == [StreamCancelled(reply, "drain")]

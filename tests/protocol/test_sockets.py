@@ -80,7 +80,7 @@ def test_no_delay() -> None:
 def test_addresses() -> None:
     assert sockets.address(("127.0.0.1", 80)) == "127.0.0.1:80"
     assert sockets.address(("::1", 80, 0, 0)) == "[::1]:80"
-    assert sockets.address("") == ""
+    assert sockets.address("") == "unix"
     assert sockets.address(None) == ""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from tests.engine.vllm.live import NEEDS_VLLM, prepare_environment
