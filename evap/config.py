@@ -36,6 +36,7 @@ class ServerConfig:
     tls: str = opt("", "'self-signed' makes a certificate for development", choices=("", "self-signed"))
     log_level: str = opt("info", "least severe level that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = opt("text", "log lines for people or for machines", choices=("text", "json"))
+    log_requests: bool = opt(True, "a log line for each request; without, only for those that the server failed")
     drain_timeout_s: float = opt(30.0, "seconds that running streams may take after SIGTERM", low=0)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from msgspec import UNSET
+
 from evap import logs
 from evap.config import EngineConfig
 from evap.dispatch import Dispatch
@@ -29,17 +31,21 @@ ENGINE_COUNTERS: Final = {
 class Observer:
     """One per process."""
 
-    def __init__(self, metrics: Metrics, *, model: str, now_ns: Callable[[], int]) -> None:
+    def __init__(
+        self, metrics: Metrics, *, model: str, now_ns: Callable[[], int], wall_s: Callable[[], float],
+        log_requests: bool = True,
+    ) -> None:  # fmt: skip
         self._metrics = metrics
         self._model = model
-        self._now_ns = now_ns
+        self._now_ns, self._wall_s = now_ns, wall_s
+        self._log = log_requests and logger.isEnabledFor(logging.INFO)
 
     def settled(self, exchange: Exchange) -> None:
         """An exchange is over, and its account is final."""
         now_ns = self._now_ns()
         self._metrics.settled(summary(exchange, now_ns))
-        if logger.isEnabledFor(logging.INFO):
-            logs.log_exchange(logger, line(exchange, self._model, now_ns))
+        if self._log or (exchange.status >= 500 and logger.isEnabledFor(logging.WARNING)):
+            logs.log_exchange(line(exchange, self._model, now_ns), self._wall_s())
 
 
 def summary(exchange: Exchange, now_ns: int) -> Settled:
@@ -58,16 +64,20 @@ def summary(exchange: Exchange, now_ns: int) -> Settled:
 def line(exchange: Exchange, model: str, now_ns: int) -> logs.Exchange:
     """What the log says of an exchange: never its text."""
     usage, head, opened = exchange.account.usage, exchange.head, exchange.opened_ns
+    request_id = head.get(b"x-request-id")
     return logs.Exchange(
-        id=exchange.renderer.id, method=head.method, path=head.path, status=exchange.status or 499,
-        version=head.version, peer=head.peer, end=exchange.ending, model=exchange.adapter or model,
-        stream=exchange.request.stream, key_id=exchange.account.key_id, choices=len(exchange.choices),
-        prompt_tokens=usage.prompt, cached_tokens=usage.cached, computed_tokens=usage.computed,
-        emitted_tokens=usage.emitted, delivered_tokens=usage.delivered,
-        queue_ms=(exchange.submitted_ns - opened) / 1e6 if exchange.submitted_ns else None,
-        ttft_ms=(exchange.first_ns - opened) / 1e6 if exchange.first_ns else None,
-        total_ms=(now_ns - opened) / 1e6,
+        id=exchange.renderer.id, request_id=request_id.decode("latin-1") if request_id is not None else UNSET,
+        key_id=exchange.account.key_id or UNSET, model=exchange.adapter or model, method=head.method, path=head.path,
+        version=head.version, peer=head.peer, stream=exchange.request.stream, choices=len(exchange.choices),
+        status=exchange.status or 499, end=exchange.ending, prompt_tokens=usage.prompt, cached_tokens=usage.cached,
+        computed_tokens=usage.computed, emitted_tokens=usage.emitted, delivered_tokens=usage.delivered,
+        queue_ms=_ms(exchange.submitted_ns - opened) if exchange.submitted_ns else UNSET,
+        ttft_ms=_ms(exchange.first_ns - opened) if exchange.first_ns else UNSET, total_ms=_ms(now_ns - opened),
     )  # fmt: skip
+
+
+def _ms(ns: int) -> float:
+    return round(ns / 1e6, 3)
 
 
 def watch(metrics: Metrics, dispatch: Dispatch, shared: Shared, engine: EngineConfig) -> None:

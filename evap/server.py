@@ -153,7 +153,10 @@ class Server:
     def _assemble(self, built: Built) -> None:
         config = self.config
         self.metrics = Metrics(built.model, _slots(config.engine))
-        observer = Observer(self.metrics, model=built.model, now_ns=time.monotonic_ns)
+        observer = Observer(
+            self.metrics, model=built.model, now_ns=time.monotonic_ns, wall_s=time.time,
+            log_requests=config.server.log_requests,
+        )  # fmt: skip
         self.rows = RowTable(_slots(config.engine))
         self.dispatch = Dispatch(
             config, text=built.text, replica=built.replica, rows=self.rows, model=built.model,

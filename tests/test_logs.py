@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,29 +47,64 @@ flush = logs.flush
 
 
 def test_text_line_of_an_exchange() -> None:
-    out, log = written("text")
-    logs.log_exchange(log, EXCHANGE)
+    out, _ = written("text")
+    logs.log_exchange(EXCHANGE, 1_700_000_000.25)
     flush()
     (line,) = out.getvalue().splitlines()
-    assert " info    server: exchange id=chatcmpl-1 method=POST path=/v1/chat/completions status=200" in line
-    assert "ttft_ms=1.2" in line
+    assert ".250 info    exchange: id=chatcmpl-1 model=tiny method=POST path=/v1/chat/completions version=2" in line
+    assert "ttft_ms=1.2 " in line
+    assert "cached_tokens=0" in line
     assert "key_id" not in line
 
 
 def test_json_line_of_an_exchange() -> None:
-    out, log = written("json")
-    logs.log_exchange(log, EXCHANGE)
+    out, _ = written("json")
+    logs.log_exchange(EXCHANGE, 1_700_000_000.25)
     flush()
     line = json.loads(out.getvalue())
-    assert (line["level"], line["logger"], line["msg"], line["id"]) == ("info", "server", "exchange", "chatcmpl-1")
+    assert (line["level"], line["logger"], line["msg"], line["id"]) == ("info", "exchange", "exchange", "chatcmpl-1")
     assert (line["emitted_tokens"], line["ttft_ms"], line["stream"]) == (4, 1.25, True)
-    assert line["ts"].endswith("Z")
+    assert line["ts"] == "2023-11-14T22:13:20.250Z"
+    assert "key_id" not in line
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_what_the_server_failed_is_a_warning(format: str) -> None:
+    out, _ = written(format)
+    logs.log_exchange(msgspec.structs.replace(EXCHANGE, status=200, end="engine_failed"), 0.0)
+    logs.log_exchange(msgspec.structs.replace(EXCHANGE, status=499, end="client_gone"), 0.0)
+    flush()
+    first, second = out.getvalue().splitlines()
+    assert "warning" in first
+    assert "info" in second
+
+
+@given(st.text(), st.text())
+def test_no_text_of_an_exchange_makes_a_second_line(path: str, model: str) -> None:
+    exchange = msgspec.structs.replace(EXCHANGE, path=path, model=model)
+    assert logs.TextFormatter().exchange(exchange, 0.0).isprintable()
+    try:
+        line = logs.JsonFormatter().exchange(exchange, 0.0)
+    except UnicodeEncodeError:  # half a surrogate pair, which no request can bring in
+        return
+    assert len(line.splitlines()) == 1
+    assert (json.loads(line)["path"], json.loads(line)["model"]) == (path, model)
+
+
+def test_many_lines_are_written_some_at_a_time_and_none_is_lost() -> None:
+    out, log = written("json")
+    for number in range(5 * logs.AT_ONCE):
+        logs.log_exchange(msgspec.structs.replace(EXCHANGE, id=str(number)), 0.0)
+    log.info("after them")
+    logs.flush()
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [line["id"] for line in lines[:-1]] == [str(number) for number in range(5 * logs.AT_ONCE)]
+    assert lines[-1]["msg"] == "after them"
 
 
 def test_levels() -> None:
     out, log = written("text", "warning")
     log.info("quiet")
-    logs.log_exchange(log, EXCHANGE)
     log.warning("loud")
     logging.getLogger("somebody.else").info("never")
     flush()
@@ -89,9 +125,7 @@ def test_a_traceback_is_kept(format: str) -> None:
 
 @given(st.text())
 def test_no_text_makes_a_second_line_or_an_escape_sequence(text: str) -> None:
-    record = logging.makeLogRecord(
-        {"name": "evap.x", "levelname": "INFO", "msg": "%s", "args": (text,), logs.FIELDS: {"id": text}}
-    )
+    record = logging.makeLogRecord({"name": "evap.x", "levelname": "INFO", "msg": "%s", "args": (text,)})
     plain = logs.TextFormatter().format(record)
     assert plain.isprintable()
     line = logs.JsonFormatter().format(record)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,18 +22,23 @@ from tests.test_metrics import samples
 class Observed(Metered):
     """With an observer in the place of the server's."""
 
-    def __init__(self, folder: Any, **settings: Any) -> None:
+    def __init__(self, folder: Any, *, log_requests: bool = True, **settings: Any) -> None:
         super().__init__(folder, ledger=False, **settings)
-        self.observer = Observer(self.metrics, model="synthetic", now_ns=self._now_ns)
+        self.observer = Observer(
+            self.metrics, model="synthetic", now_ns=self._now_ns, wall_s=lambda: 0.0, log_requests=log_requests
+        )
         watch(self.metrics, self.dispatch, Shared(), EngineConfig())
 
     def finish(self, **fields: Any) -> FakeReply:
         reply = self.ask(**fields)
+        self.finish_all()
+        return reply
+
+    def finish_all(self) -> None:
         self.loop.run(10.0)
         for exchange in self.settled:
             self.observer.settled(exchange)
         self.settled.clear()
-        return reply
 
 
 @pytest.fixture
@@ -78,12 +85,37 @@ def test_a_refused_request_reached_no_engine(house: Observed) -> None:
     assert samples(house.metrics)["evap_exchanges_total", ("refused",)] == 1
 
 
-def test_the_line_has_the_numbers_of_the_account(house: Observed, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "evap.server")
-    house.finish(max_tokens=9, ignore_eos=True, stream=True, messages=[{"role": "user", "content": "a secret"}])
-    (record,) = [r for r in caplog.records if r.getMessage() == "exchange"]
-    fields = getattr(record, logs.FIELDS)
-    assert fields["computed_tokens"] == fields["emitted_tokens"] == fields["delivered_tokens"] == 9
-    assert (fields["status"], fields["end"], fields["model"], fields["choices"]) == (200, "length", "synthetic", 1)
-    assert 0 <= fields["queue_ms"] <= fields["ttft_ms"] < fields["total_ms"]
-    assert "secret" not in repr(fields)
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    out, level = io.StringIO(), logging.getLogger("evap").level
+    logs.configure("info", "json", out)
+    yield out
+    for handler in [h for h in logging.getLogger().handlers if isinstance(h, logs._Handler)]:
+        logging.getLogger().removeHandler(handler)
+        handler.finish()
+    logging.getLogger("evap").setLevel(level)
+    logging.captureWarnings(False)
+
+
+def test_the_line_has_the_numbers_of_the_account(log: io.StringIO, tmp_path: Any) -> None:
+    house = Observed(tmp_path)
+    secret = [{"role": "user", "content": "a secret"}]
+    house.finish(max_tokens=9, ignore_eos=True, stream=True, messages=secret, headers={"x-request-id": "mine"})
+    logs.flush()
+    line = json.loads(log.getvalue())
+    assert line["computed_tokens"] == line["emitted_tokens"] == line["delivered_tokens"] == 9
+    assert (line["status"], line["end"], line["model"], line["choices"]) == (200, "length", "synthetic", 1)
+    assert line["request_id"] == "mine"
+    assert 0 <= line["queue_ms"] <= line["ttft_ms"] < line["total_ms"]
+    assert "secret" not in log.getvalue()
+
+
+def test_without_lines_for_requests_only_failures_have_one(log: io.StringIO, tmp_path: Any) -> None:
+    house = Observed(tmp_path, log_requests=False)
+    house.finish(max_tokens=3)
+    house.ask(max_tokens=3)
+    house.replica.fail("as a test")
+    house.finish_all()
+    logs.flush()
+    (line,) = map(json.loads, log.getvalue().splitlines())
+    assert (line["level"], line["status"], line["end"]) == ("warning", 500, "engine_failed")

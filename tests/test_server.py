@@ -162,7 +162,7 @@ def test_the_log_of_a_client_that_leaves_is_information(start_server: StartServe
         "POST", server.url + "/v1/chat/completions", json=FOREVER, timeout=STOP_TIMEOUT_S, trust_env=False
     ) as r:
         next(r.iter_lines())
-    line = server.wait_log(r"(?m)^.* exchange id=.*$")[0]
+    line = server.wait_log(r"(?m)^.* exchange: id=.*$")[0]
     assert " info " in line
     assert "end=client_gone" in line
 
