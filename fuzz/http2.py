@@ -24,8 +24,9 @@ def life(data: bytes, step: int) -> tuple[object, ...] | None:
     """What is left at the end; None after an early answer or a friendly goodbye, which are a matter of when."""
     core, ready = Http2Core(CONFIG), {}
     wire = b"".join(core.take_output())
-    for at in range(0, len(data), step):
-        for event in core.receive(data[at : at + step], 0):
+    portions = [data[at : at + step] for at in range(0, len(data), step)]
+    while portions or core.unread:
+        for event in core.receive(b"" if core.unread else portions.pop(0), 0):
             if isinstance(event, RequestReady):
                 ready[id(event.reply)] = event
             elif isinstance(event, StreamCancelled):

@@ -19,7 +19,7 @@ from evap.protocol import headers as code
 from evap.protocol.events import Event, HeaderList, PeerGone, Reply, RequestReady, RowsHost, StreamCancelled
 from evap.protocol.events import WindowOpened as Opened
 from evap.protocol.farewell import Farewell
-from evap.protocol.gate import Gate, Violation
+from evap.protocol.gate import Violation
 from evap.protocol.h2seam import ServerConnection
 from evap.protocol.inbound import Inbound
 from evap.protocol.limits import HIGH_WATER, NEVER, Budgets, Shared, WriteProgress, to_ns
@@ -56,7 +56,6 @@ class Http2Core:
         self.draining = False
         self.peer_leaving = False  # the client has sent GOAWAY
         self.settings_acked = False
-        self._gate = Gate(config.max_header_list_bytes)
         self.inbound = Inbound(self)
         self._closing = self._gone = self._busy = False
         self.aborting = False  # close without waiting for what is queued: the peer does not read
@@ -64,7 +63,6 @@ class Http2Core:
         self.started_ns = now_ns
         self.farewell = Farewell()
         self.active_ns = now_ns
-        self.partial_ns: int | None = None
         self.deadline_ns = now_ns + to_ns(min(config.preface_timeout_s, config.settings_timeout_s))
 
     # --- events.Core ---
@@ -75,15 +73,7 @@ class Http2Core:
         self.now_ns = self.active_ns = now_ns
         self._busy = True
         try:
-            gate = self._gate
-            gate.feed(data)
-            for frame in gate.frames():
-                self.inbound.handle(frame)
-            if not gate.partial:
-                self.partial_ns = None
-            elif self.partial_ns is None:
-                self.partial_ns = now_ns
-                self.arm(now_ns + to_ns(self.config.header_timeout_s))
+            self.inbound.receive(data)
         except Violation as violation:
             self._fail(violation)
         return self._finish_call()
@@ -158,11 +148,20 @@ class Http2Core:
         return self._closing
 
     @property
+    def unread(self) -> bool:
+        return self.inbound.unread and not self._closing
+
+    @property
     def open_replies(self) -> int:
         return len(self.streams)
 
-    # --- what the inbound side and streams call ---
+    def release(self) -> None:  # without cycles the core is freed at once, and no flood makes collections long
+        self.inbound.handlers.clear()
+        del self.inbound
+        self.outbox.release()
+        self.wake = self.direct = None
 
+    # --- for the inbound side and streams ---
     def arm(self, at_ns: int) -> None:
         self.deadline_ns = min(self.deadline_ns, at_ns)
 
@@ -285,7 +284,9 @@ class Http2Core:
     def _finish_call(self) -> list[Event]:
         """At the end of every call that returns events: hand requests over, flush, collect."""
         events = self.events
-        for stream in self.ready:
+        # Frames of the same read that are left may still reset what is ready (CVE-2023-44487).
+        ready, self.ready = ([], self.ready) if self.unread else (self.ready, [])
+        for stream in ready:
             head = stream.head
             if stream.state is State.ANSWERING and stream.alive and head is not None:
                 stream.delivered = True
@@ -293,7 +294,6 @@ class Http2Core:
                 self.drop_body(stream)
                 self.shared.requests += 1
                 events.append(RequestReady(stream, head, body))
-        self.ready.clear()
         self._flush()
         self._leave_if_done()
         self.events = []
@@ -307,7 +307,7 @@ class Http2Core:
             self.arm(self.now_ns + to_ns(self.config.stall_timeout_s))
 
     def _leave_if_done(self) -> None:
-        if (self.draining or self.peer_leaving) and not self.streams and not self.ready:
+        if (self.draining or self.peer_leaving) and not self.streams and not self.ready and not self.unread:
             self.farewell.step(self)
 
     def _fail(self, violation: Violation) -> None:

@@ -22,8 +22,10 @@ def check_connection(core: Http2Core) -> None:
         _expire(core, core.started_ns, config.preface_timeout_s, code.SETTINGS_TIMEOUT, "no SETTINGS in time")
     elif not core.settings_acked:
         _expire(core, core.started_ns, config.settings_timeout_s, code.SETTINGS_TIMEOUT, "SETTINGS not acknowledged")
-    if core.partial_ns is not None:
-        _expire(core, core.partial_ns, config.header_timeout_s, code.PROTOCOL_ERROR, "frame not completed in time")
+    if core.inbound.partial_ns is not None:
+        _expire(
+            core, core.inbound.partial_ns, config.header_timeout_s, code.PROTOCOL_ERROR, "frame not completed in time"
+        )
     if core.writes.queued:
         _expire(core, core.writes.since_ns, config.stall_timeout_s, code.NO_ERROR, "nothing was read in time")
     if not core.streams:

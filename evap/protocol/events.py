@@ -150,6 +150,15 @@ class Core(Protocol):
         ...
 
     @property
+    def unread(self) -> bool:
+        """Input is left that was not handled in this turn: call `receive` again, with b"" if need be."""
+        ...
+
+    def release(self) -> None:
+        """After `eof`, when the transport is gone: nothing is called any more."""
+        ...
+
+    @property
     def closing(self) -> bool:
         """Close the transport once the output is written."""
         ...

@@ -178,6 +178,14 @@ class Http1Core:
         return bool(self._out)
 
     @property
+    def unread(self) -> bool:
+        """Never: one request at a time is rule 1."""
+        return False
+
+    def release(self) -> None:
+        self.wake = self.direct = None
+
+    @property
     def closing(self) -> bool:
         """True also while output is outstanding."""
         return self.phase in (Phase.LAST, Phase.GONE)

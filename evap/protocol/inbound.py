@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from evap.errors import BodyTooLarge, EvapError, HeadersTooLarge, Overloaded
 from evap.protocol import farewell, gate
 from evap.protocol import headers as code
 from evap.protocol.events import RequestHead
-from evap.protocol.gate import Frame, SettingsFilter, Violation
+from evap.protocol.gate import Frame, Gate, SettingsFilter, Violation
 from evap.protocol.h2seam import SettingsAcknowledged, StreamReset
 from evap.protocol.hpack_in import Fields, OversizedList
 from evap.protocol.hpack_out import CONTINUE, NO_TABLE
-from evap.protocol.limits import LINGER_BYTES, MAX_FRAME, TINY_DATA, WINDOW_CREDIT, to_ns
+from evap.protocol.limits import LINGER_BYTES, MAX_FRAME, MAX_FRAMES_AT_ONCE, TINY_DATA, WINDOW_CREDIT, to_ns
 from evap.protocol.request_head import Head, Malformed, check_trailers, parse
 from evap.protocol.stream import Action, Input, State, Stream
 
@@ -33,11 +34,14 @@ class Inbound:
     def __init__(self, core: Http2Core) -> None:
         self._core = core
         self._conn = core.conn
+        self._gate = Gate(core.config.max_header_list_bytes)
         self._filter = SettingsFilter()
+        self.unread = False  # whole frames are left: others get their turn before
+        self.partial_ns: int | None = None  # when the frame that is incomplete began to come
         self.waiting_priorities: dict[int, bytes] = {}  # PRIORITY_UPDATE for streams that are still idle
         self._last: tuple[Fields | None, bool, Head] = (None, False, _NO_HEAD)
         self.greeted = False  # the client's first SETTINGS are here
-        self._handlers = {
+        self.handlers = {
             gate.DATA: self._data,
             gate.HEADERS: self._headers,
             gate.RST_STREAM: self._rst_stream,
@@ -49,8 +53,21 @@ class Inbound:
             gate.PRIORITY_UPDATE: self._priority_update,
         }
 
-    def handle(self, frame: Frame) -> None:
-        self._handlers.get(frame.type, self._dropped)(frame)
+    def receive(self, data: bytes) -> None:
+        """Bytes from the client, and the frames that they complete: at most MAX_FRAMES_AT_ONCE of them."""
+        gate, core, handlers = self._gate, self._core, self.handlers
+        self.unread = False
+        gate.feed(data)
+        count = 0
+        for frame in islice(gate.frames(), MAX_FRAMES_AT_ONCE):
+            handlers.get(frame.type, self._dropped)(frame)
+            count += 1
+        self.unread = count == MAX_FRAMES_AT_ONCE
+        if not gate.partial:
+            self.partial_ns = None
+        elif count or self.partial_ns is None:
+            self.partial_ns = core.now_ns
+            core.arm(core.now_ns + to_ns(core.config.header_timeout_s))
 
     # --- requests ---
 

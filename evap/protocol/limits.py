@@ -19,6 +19,8 @@ from evap.protocol.headers import DateCache
 MAX_DATA_FRAME: Final = 16_384
 #: Longest frame we accept: the initial SETTINGS_MAX_FRAME_SIZE (RFC 9113 6.5.2), never raised.
 MAX_FRAME: Final = 16_384
+#: Frames of a connection that are handled in one turn of the loop (10 ms at worst); then others have theirs.
+MAX_FRAMES_AT_ONCE: Final = 128
 #: The transport's write buffer above which a connection is neither written to nor read from; it resumes below LOW.
 HIGH_WATER: Final = 256 << 10
 LOW_WATER: Final = 64 << 10
@@ -45,6 +47,15 @@ NEVER: Final = 1 << 62
 
 def to_ns(seconds: float) -> int:
     return int(seconds * NS)
+
+
+def tick_period_s(config: ProtocolConfig) -> float:
+    """The period of the process' timer: half of the shortest deadline, within reason."""
+    shortest = min(
+        config.stall_timeout_s, config.preface_timeout_s, config.settings_timeout_s, config.header_timeout_s,
+        config.body_timeout_s, config.idle_timeout_s,
+    )  # fmt: skip
+    return min(1.0, max(0.02, shortest / 2))
 
 
 class TokenBucket:

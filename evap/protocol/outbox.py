@@ -50,6 +50,11 @@ class Outbox:
         out, self.out, self.size = self.out, [], 0
         return out
 
+    def release(self) -> None:
+        """Nothing is sent any more: hold nobody."""
+        self._ring.clear()
+        self._sent_end = _nothing
+
     def add(self, stream: Stream) -> None:
         if not stream.queued:
             stream.queued = True
@@ -148,3 +153,7 @@ def take(queue: deque[bytes], size: int) -> bytes:
         size -= len(first)
         parts.append(first)
     return b"".join(parts)
+
+
+def _nothing(stream: Stream) -> None:
+    """What is left of `sent_end` when the connection is gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import os
 import socket
@@ -26,6 +27,39 @@ class Transport(Protocol):
     def write(self, data: bytes | memoryview, /) -> None: ...
     def is_closing(self) -> bool: ...
     def get_write_buffer_size(self) -> int: ...
+
+
+class Why(enum.IntFlag):
+    """Why a connection is not read from."""
+
+    STUFFED = 1  #: what we have written is not taken
+    BEHIND = 2  #: what we have read is not handled
+
+
+class Pausable(Protocol):
+    """The part of asyncio.ReadTransport that `Reading` needs."""
+
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+class Reading:
+    """A transport is read from while there is no reason against it."""
+
+    __slots__ = ("why",)
+
+    def __init__(self) -> None:
+        self.why = 0
+
+    def pause(self, transport: Pausable | None, why: Why) -> None:
+        if transport is not None and not self.why:
+            transport.pause_reading()
+        self.why |= why
+
+    def resume(self, transport: Pausable | None, why: Why) -> None:
+        if transport is not None and self.why == why:
+            transport.resume_reading()
+        self.why &= ~why
 
 
 def write(transport: Transport, fd: int, out: Sequence[bytes | memoryview]) -> int:

@@ -5,8 +5,9 @@ Rules:
    piecewise: a system call costs more than the copy.
 2. While the transport holds more than it should, nothing is read either: a peer that does not read cannot make us work.
 3. One timer per process; a connection without a due deadline costs it an attribute look-up.
-4. EOF from the peer is taken as "gone" by both cores (see their `eof`).
-5. No exception leaves a callback: a bug in a core or a handler costs its connection, is logged, and nothing else.
+4. Input is handled some frames at a time; in between others have their turn, and the connection is not read from.
+5. EOF from the peer is taken as "gone" by both cores (see their `eof`).
+6. No exception leaves a callback: a bug in a core or a handler costs its connection, is logged, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,16 +25,14 @@ from evap.protocol.connection import Http2Core
 from evap.protocol.events import Event
 from evap.protocol.gate import PREFACE
 from evap.protocol.http1 import Http1Core
-from evap.protocol.limits import HIGH_WATER, LINGER_NS, LOW_WATER, NEVER, NS, Shared, to_ns
+from evap.protocol.limits import HIGH_WATER, LINGER_NS, LOW_WATER, NEVER, NS, Shared, tick_period_s, to_ns
+from evap.protocol.sockets import Why
 
 logger = logging.getLogger("evap.protocol")
 
 #: Flushes in a row before other connections get their turn.
 MAX_ROUNDS: Final = 4
-#: The timer's longest and shortest period.
-MAX_PERIOD_S: Final = 1.0
-MIN_PERIOD_S: Final = 0.02
-DRAIN_PERIOD_S: Final = 0.1
+DRAIN_PERIOD_S: Final = 0.1  # the timer's, while draining
 
 
 class Hub:
@@ -50,15 +49,7 @@ class Hub:
         self.clock = clock
         self.live: set[ServerProtocol] = set()
         self.dirty: list[ServerProtocol] = []
-        shortest = min(
-            config.stall_timeout_s,
-            config.preface_timeout_s,
-            config.settings_timeout_s,
-            config.header_timeout_s,
-            config.body_timeout_s,
-            config.idle_timeout_s,
-        )
-        self._period_s = min(MAX_PERIOD_S, max(MIN_PERIOD_S, shortest / 2))
+        self._period_s = tick_period_s(config)
         self._flushing: asyncio.Handle | None = None
         self._timer: asyncio.Handle | None = None
         self._tick()
@@ -73,7 +64,7 @@ class Hub:
             self._flushing = None
         dirty, self.dirty = self.dirty, []
         for protocol in dirty:
-            protocol.flush()
+            protocol.turn()
 
     def mark(self, protocol: ServerProtocol) -> None:
         """`protocol` has output; it is flushed at the end of this loop pass unless somebody flushes before."""
@@ -131,13 +122,14 @@ class ServerProtocol(asyncio.Protocol):
         self._hub = hub
         self._core: Http2Core | Http1Core | None = None
         self._transport: asyncio.Transport | None = None
-        self._peer = ""
-        self._tls = False
+        self._peer, self._tls = "", False
         self._fd = -1  # of a plain TCP connection
         self._sniffed = b""
         self._marked = False
-        self.said_bye = False  # nothing is written any more; input is thrown away until the peer closes
-        self._gone = False
+        self.said_bye = self._gone = (
+            False  # after a bye nothing is written, and input thrown away until the peer closes
+        )
+        self._reading = sockets.Reading()
         self.due_ns = NEVER
 
     # --- asyncio.Protocol ---
@@ -188,25 +180,33 @@ class ServerProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()
         self._transport, self._fd = None, -1
+        if self._core is not None:
+            self._core.release()
         self._hub.shared.connections -= 1
         self._hub.live.discard(self)
 
     def pause_writing(self) -> None:
         """Rule 2. HTTP/1.1 bounds its input itself, and must go on reading to notice a client that leaves."""
-        if self._transport is not None and not self.said_bye and isinstance(self._core, Http2Core):
-            self._transport.pause_reading()
+        if not self.said_bye and isinstance(self._core, Http2Core):
+            self._reading.pause(self._transport, Why.STUFFED)
 
     def resume_writing(self) -> None:
-        if self._transport is not None:
-            self._transport.resume_reading()
-            self.flush()
+        self._reading.resume(self._transport, Why.STUFFED)
+        self.flush()
 
     # --- what the hub calls ---
 
     @property
     def queued(self) -> int:
-        transport = self._transport
-        return transport.get_write_buffer_size() if transport is not None else 0
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    def turn(self) -> None:
+        """Input that was left over, then output."""
+        core = self._core
+        if core is not None and core.unread and not self.said_bye and not self._gone:
+            self._run(core.receive, b"")
+        else:
+            self.flush()
 
     def flush(self) -> None:
         """Write all that may be written now, and hand over the events that this makes."""
@@ -226,7 +226,7 @@ class ServerProtocol(asyncio.Protocol):
             else:
                 self._wake()
             self._after()
-        except Exception:  # noqa: BLE001 - rule 5
+        except Exception:  # noqa: BLE001 - rule 6
             self._bug()
 
     def tick(self, now_ns: int) -> None:
@@ -241,15 +241,13 @@ class ServerProtocol(asyncio.Protocol):
     def drain(self) -> None:
         core = self._core
         if core is None:
-            self._close()
-        else:
-            core.drain(self._hub.clock())
-            self.flush()
+            return self._close()
+        core.drain(self._hub.clock())
+        self.flush()
 
     def stop(self) -> None:
-        core = self._core
-        if core is not None:
-            self._run(core.stop)
+        if self._core is not None:
+            self._run(self._core.stop)
         self._close()
 
     def abort(self) -> None:
@@ -273,8 +271,8 @@ class ServerProtocol(asyncio.Protocol):
 
     def _direct(self, data: bytes | memoryview) -> int:
         transport = self._transport
-        if transport is None or self.said_bye:
-            return 0  # nobody is there any more
+        if transport is None or self.said_bye:  # nobody is there any more
+            return 0
         return sockets.write_one(transport, self._fd, data)
 
     def _wake(self) -> None:
@@ -287,33 +285,37 @@ class ServerProtocol(asyncio.Protocol):
         self._marked = True  # the flush below writes what the handlers of these events answer
         try:
             events = call(*args, self._hub.clock())
-        except Exception:  # noqa: BLE001 - rule 5
-            self._bug()
-        else:
-            self._dispatch(events)
-            self.flush()
+        except Exception:  # noqa: BLE001 - rule 6
+            return self._bug()
+        self._dispatch(events)
+        self.flush()
 
     def _dispatch(self, events: Sequence[Event]) -> None:
-        """Every event is handed over, also after one that its handler failed on."""
+        """Every event, also after one that its handler failed on."""
         for event in events:
             try:
                 self._hub.on_event(event)
-            except Exception:  # noqa: BLE001 - rule 5
+            except Exception:  # noqa: BLE001 - rule 6
                 self._bug()
 
     def _after(self) -> None:
         """After a flush: the next deadline, or the end."""
-        core = self._core
+        core, transport = self._core, self._transport
         if getattr(core, "aborting", False):
             self.abort()
         elif core is not None and core.closing:
             self._close()
         else:
             self.due_ns = getattr(core, "deadline_ns", 0)
+            if core is not None and core.unread:  # rule 4
+                self._reading.pause(transport, Why.BEHIND)
+                self._wake()
+            elif self._reading.why:
+                self._reading.resume(transport, Why.BEHIND)
 
     def _close(self) -> None:
-        """Say that nothing more comes, and read on for a moment: else the kernel would answer what is still coming with
-        a TCP reset, which could take our last words away from the client (RFC 9112 9.6)."""
+        """Say that nothing more comes, and read on: else the kernel would answer what is still coming with a TCP reset,
+        which could take our last words away from the client (RFC 9112 9.6)."""
         transport = self._transport
         if transport is None or self.said_bye:
             return
@@ -337,12 +339,12 @@ class ServerProtocol(asyncio.Protocol):
             self._dispatch(core.eof(self._hub.clock()))
 
     def _turn_away(self, tls: object) -> None:
-        """Too many connections, or on the way out. Who speaks HTTP/2 sees a closed connection, and tries again."""
+        """Too many, or on the way out. Who speaks HTTP/2 sees a closed connection, and tries again."""
         if tls is None and self._transport is not None:
             self._transport.write(sockets.TURNED_AWAY)
         self._close()
 
     def _bug(self) -> None:
-        """Rule 5. The peer is told nothing but the end."""
+        """Rule 6. The peer is told nothing but the end."""
         logger.exception("connection of %s ended by an error of ours", self._peer)
         self.abort()

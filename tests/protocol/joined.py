@@ -62,6 +62,8 @@ class Raw:
 
     def send(self, *data: bytes) -> list[Event]:
         new = self.core.receive(b"".join(data), self.now_ns)
+        while self.core.unread:
+            new += self.core.receive(b"", self.now_ns)
         return self._collect(new)
 
     def wait(self, seconds: float) -> list[Event]:
@@ -142,6 +144,8 @@ class Joined:
             there = self.client.data_to_send()
             if there:
                 self.events += self.core.receive(there, self.now_ns)
+                while self.core.unread:
+                    self.events += self.core.receive(b"", self.now_ns)
             back = b"".join(self.core.take_output())
             if back:
                 self.seen += self.client.receive_data(back)

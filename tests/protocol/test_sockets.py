@@ -95,3 +95,26 @@ def test_a_taken_port_is_said_with_a_remedy() -> None:
 def test_an_address_that_is_not_ours() -> None:
     with pytest.raises(StartupError, match="cannot listen"):
         sockets.listen("no such host.invalid", 0)
+
+
+def test_reading_goes_on_when_nothing_stands_against_it() -> None:
+    calls: list[str] = []
+
+    class Transport:
+        def pause_reading(self) -> None:
+            calls.append("pause")
+
+        def resume_reading(self) -> None:
+            calls.append("resume")
+
+    reading, transport = sockets.Reading(), Transport()
+    reading.pause(transport, sockets.Why.STUFFED)
+    reading.pause(transport, sockets.Why.BEHIND)
+    reading.pause(transport, sockets.Why.BEHIND)
+    reading.resume(transport, sockets.Why.STUFFED)
+    assert calls == ["pause"]
+    reading.resume(transport, sockets.Why.BEHIND)
+    reading.resume(transport, sockets.Why.BEHIND)
+    assert calls == ["pause", "resume"]
+    reading.pause(None, sockets.Why.BEHIND)
+    reading.resume(None, sockets.Why.BEHIND)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -280,7 +282,7 @@ def test_a_bug_in_a_handler_costs_its_connection_only(bench: Bench, caplog: pyte
 
 def test_a_bug_in_a_core_costs_its_connection_only(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     protocol, transport = bench.connect(f.hello(), f.headers(1, STREAM, end=True))
-    protocol._core.inbound.handle = None  # type: ignore[union-attr,method-assign]
+    protocol._core.inbound.receive = None  # type: ignore[union-attr,method-assign]
     protocol.data_received(f.ping())
     assert transport.aborted
     assert "ended by an error of ours" in caplog.text
@@ -290,3 +292,57 @@ def test_addresses_reach_the_request(bench: Bench) -> None:
     bench.connect(f.hello(), f.get(1))
     [ready] = [e for e in bench.app.events if isinstance(e, RequestReady)]
     assert ready.head.peer == "192.0.2.1:4711"
+
+
+def test_much_input_is_handled_in_turns(bench: Bench) -> None:
+    """One read of 300 requests: others come in between, nothing is lost, and what the same read resets is not handed
+    over."""
+    greedy, transport = bench.connect(f.hello(), b"".join(f.post(sid) for sid in range(1, 301, 2)) + f.rst(1))
+    assert not transport.reading
+    assert kinds(bench.app.events) == []
+    _, other = bench.connect(f.hello(), f.post(1, b"another"))
+    assert b"another" in bytes(other.written)
+    assert kinds(bench.app.events) == ["RequestReady"]
+    for _ in range(3):
+        bench.turn()
+    assert transport.reading
+    assert kinds(bench.app.events) == ["RequestReady"] * 150  # the other's, and 149 of 150
+    greedy.data_received(f.post(303, b"later"))
+    assert b"later" in bytes(transport.written)
+
+
+def test_input_in_turns_waits_for_a_reader_too(bench: Bench) -> None:
+    """Reading goes on only when nothing stands against it."""
+    protocol, transport = bench.connect(f.hello(), b"".join(f.window(0, 1) for _ in range(300)))
+    protocol.pause_writing()
+    bench.turn()
+    bench.turn()
+    assert not transport.reading
+    protocol.resume_writing()
+    assert transport.reading
+
+
+def test_a_client_that_leaves_while_its_input_waits(bench: Bench) -> None:
+    protocol, transport = bench.connect(f.hello(), b"".join(f.post(sid) for sid in range(1, 301, 2)))
+    assert not transport.reading
+    protocol.connection_lost(None)
+    bench.turn()
+    assert kinds(bench.app.events) == ["PeerGone"]
+    assert bench.hub.shared.body_bytes == 0
+
+
+def test_a_connection_that_is_gone_leaves_no_garbage(bench: Bench) -> None:
+    """A flood of connections would make the collector's pauses long."""
+    gc.collect()
+    gc.disable()
+    try:
+        protocol, transport = bench.connect(f.hello(), f.post(1), f.headers(3, STREAM, end=True), f.get(5), f.data(5))
+        core = weakref.ref(protocol._core)
+        protocol.connection_lost(None)
+        bench.app.events.clear()
+        bench.app.streams.clear()
+        transport.protocol = asyncio.Protocol()
+        del protocol
+        assert core() is None
+    finally:
+        gc.enable()
