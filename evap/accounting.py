@@ -21,24 +21,16 @@ from evap.config import MeterConfig
 from evap.errors import EvapError, Overloaded, PermissionDenied, StartupError, Unauthenticated
 from evap.exchange import Exchange
 from evap.messages import SamplingParams, Usage
-from evap.metering import accounts, keys, ledger, opened, operations, prices, recorder
+from evap.metering import accounts, keys, ledger, opened, operations, prices, recorder, survivors
 from evap.metering.accounts import Account, Ticket
-from evap.metering.record import (
-    INTERRUPTED,
-    Record,
-    billable,
-    charged,
-    end_of,
-    used_up,
-)
+from evap.metering.counters import Counters
+from evap.metering.record import Record, billable, charged, end_of, used_up
 from evap.metering.sink import Sink
 from evap.protocol.events import RequestHead
 from evap.protocol.headers import limit_headers
 
 logger = logging.getLogger("evap.accounting")
 RECENT: Final = 10_000
-_note: Final = msgspec.msgpack.Encoder().encode
-_read_note: Final = msgspec.msgpack.Decoder(tuple[str, str, str, str, int, int, int]).decode
 MAX_MODEL_BYTES: Final = 256
 #: Exchanges that may be open or on their way into the ledger, at least.
 MIN_ENTRIES: Final = 8192
@@ -64,6 +56,7 @@ class Accounting:
         self.prices: prices.Prices | None = None
         self.recorder: recorder.Recorder | None = None
         self.table: opened.OpenTable | None = None
+        self.pages: Counters | None = None  #: of engines in processes of their own
         self.sink: Sink | None = None
         self.running: dict[str, Exchange] = {}
         self._order: deque[str] = deque()
@@ -107,13 +100,11 @@ class Accounting:
     def _open_files(self, folder: Path) -> None:
         db = ledger.open_ledger(folder)
         spool, table = folder / recorder.SPOOL, folder / "open"
-        left = opened.recover(table)
-        rows = recorder.read_spool(spool) + [record for s in left if (record := self._survived(s)) is not None]
+        left = survivors.records(folder, table, policy=self._config.billable, now_us=self._wall_ns() // 1000)
+        rows = recorder.read_spool(spool) + left
         for start in range(0, len(rows), recorder.MAX_GROUP):
             ledger.insert(db, rows[start : start + recorder.MAX_GROUP])
         spool.unlink(missing_ok=True)
-        if killed := sum(s.final is None for s in left):
-            logger.warning("%d exchanges were open when the last server was killed: settled now", killed)
         for used in ledger.last_operations(db, operations.REMEMBERED + 1):
             self._operations.remember(*used)
         wall_s = self._wall_ns() // 1_000_000_000
@@ -123,30 +114,15 @@ class Accounting:
         self.recorder = recorder.Recorder(db, self.table, spool, on_state=_say_state)
         self.recorder.start()
 
-    def _survived(self, survivor: opened.Survivor) -> Record | None:
-        """The record of an exchange that a killed process left: as it was settled, or as it was interrupted."""
+    def meter(self, engines: int, *, ahead: bool) -> list[dict[str, str]]:
+        """Make a counters page for each engine; what each is told. After `open`. Raises StartupError."""
         try:
-            id, key, operation, model, opened_us, prompt, choices = _read_note(survivor.note)
-        except msgspec.DecodeError:  # killed within the microsecond in which its note was written: it had no token yet
-            logger.warning("an exchange that was open cannot be read")
-            return None
-        usage = Usage(
-            prompt=prompt, cached=survivor.cached, computed=survivor.computed, emitted=survivor.emitted,
-            delivered=survivor.delivered,
-        )  # fmt: skip
-        final = survivor.final
-        if final is None:
-            bill = billable(self._config.billable, usage, INTERRUPTED)
-            kept = bool(used_up(operation, end=INTERRUPTED, delivered=usage.delivered, submitted=True))
-            final = opened.Settled(
-                0, 0, self._wall_ns() // 1000, usage.cached, usage.computed, usage.emitted, usage.delivered, bill, 0, 0,
-                kept, INTERRUPTED,
-            )  # fmt: skip
-        return Record(
-            id, key, operation if final.kept else "", model, opened_us, final.first_us, final.last_us, final.settled_us,
-            prompt, final.cached, final.computed, final.emitted, final.delivered, final.billable, final.steps, choices,
-            final.status, final.end,
-        )  # fmt: skip
+            self.pages = Counters(
+                self._slots, engines, self.folder, ahead=ahead, now_ns=self._now_ns(), unix_ns=self._wall_ns()
+            )
+        except OSError as error:
+            raise StartupError(f"no memory for the engines' counters: {error.strerror}") from error
+        return self.pages.specs
 
     def close(self) -> None:
         """Write what is settled. Blocks for as long as that takes, at most some seconds."""
@@ -246,13 +222,14 @@ class Accounting:
         if self.table is None:
             return
         ticket, request = exchange.account, exchange.request
-        note = _note((
+        note = survivors.note((
             exchange.renderer.id, ticket.key_id, ticket.operation, exchange.adapter or self.model,
             (exchange.opened_ns + self._wall_offset_ns) // 1000, len(exchange.prompt_ids), request.n,
         ))  # fmt: skip
         choices = exchange.choices
         slots = (choices[0].slot,) if len(choices) == 1 else [choice.slot for choice in choices]
-        ticket.entry = self.table.open(note, slots, whole=not request.stream)
+        generations = [choice.generation for choice in choices] if self.pages is not None else ()
+        ticket.entry = self.table.open(note, slots, whole=not request.stream, generations=generations)
 
     def settled(self, exchange: Exchange, usage: Usage, now_ns: int) -> Record:
         """It is over: the one record of it. Once per exchange."""
@@ -267,10 +244,11 @@ class Accounting:
             operation = kept
         if ticket.account is not None:
             accounts.settle(ticket, charged(usage, bill))
+        first_ns = ticket.first_ns or exchange.first_ns
         record = Record(
             id, ticket.key_id, operation, exchange.adapter or self.model, (exchange.opened_ns + wall) // 1000,
-            (exchange.first_ns + wall) // 1000 if exchange.first_ns else 0,
-            (ticket.last_ns + wall) // 1000 if exchange.first_ns and ticket.last_ns else 0, (now_ns + wall) // 1000,
+            (first_ns + wall) // 1000 if first_ns else 0,
+            (ticket.last_ns + wall) // 1000 if first_ns and ticket.last_ns else 0, (now_ns + wall) // 1000,
             usage.prompt, usage.cached, usage.computed, usage.emitted, usage.delivered, bill, ticket.steps,
             exchange.request.n, exchange.status, end,
         )  # fmt: skip
@@ -321,12 +299,15 @@ class Accounting:
         return self.sink.error if self.sink is not None else ""
 
     def counters(self) -> dict[str, tuple[str, Callable[[], float]]]:
-        recorder = self.recorder
+        recorder, pages = self.recorder, self.pages
+        text = "Generations of which the engine counts other tokens than came"
+        found = {"meter_mismatches": (text, lambda: float(pages.mismatches))} if pages is not None else {}
         if recorder is None:
-            return {}
+            return found
         sink = self.sink
         copied = {"sink_records": ("Records copied to the usage sink", lambda: float(sink.copied))} if sink else {}
-        return {"ledger_records": ("Records committed to the ledger", lambda: float(recorder.durable)), **copied}
+        written = {"ledger_records": ("Records committed to the ledger", lambda: float(recorder.durable))}
+        return {**found, **written, **copied}
 
     @property
     def trouble(self) -> str:

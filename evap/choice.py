@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from evap.engine.interface import Detokenizer, Text
-from evap.messages import UNPREDICTED, LogprobText, TokenLogprobs
+from evap.messages import UNPREDICTED, Choice, LogprobText, TokenLogprobs
 
 if TYPE_CHECKING:
     from evap.exchange import Exchange
@@ -18,9 +18,9 @@ class ChoiceRun:
     """One choice: a slot in the engine and the text that came of it."""
 
     __slots__ = (
-        "computed", "delivered", "detokenizer", "emitted", "ended", "exchange", "generation", "held", "held_logprobs",
-        "ids", "index", "logprobs", "marked", "parts", "reason", "released", "row", "row_delivered", "slot",
-        "stop_reason", "unmarked",
+        "computed", "delivered", "detokenizer", "emitted", "ended", "exchange", "final", "generation", "given", "held",
+        "held_logprobs", "ids", "index", "logprobs", "marked", "parts", "reason", "released", "row", "row_delivered",
+        "slot", "stop_reason", "unmarked",
     )  # fmt: skip
 
     def __init__(self, exchange: Exchange, index: int) -> None:
@@ -35,7 +35,8 @@ class ChoiceRun:
         self.held: list[str] = []  # slow readers: text to be coalesced
         self.held_logprobs: list[LogprobText] = []
         self.row: tuple[bytes, bytes] | None = None  #: constant parts of its rows; None: this choice takes none
-        self.computed = 0
+        self.given = 0  #: tokens that came from the engine
+        self.computed = 0  #: tokens that the engine has sampled: those, and what it counts beyond them
         self.emitted = 0
         self.unmarked = 0  #: tokens taken whose text has not been given to the reply
         self.marked = 0  #: tokens whose text has
@@ -44,7 +45,15 @@ class ChoiceRun:
         self.reason: str | None = None
         self.stop_reason: str | int | None = None
         self.ended = False  #: the answer has its finish_reason
-        self.released = False  #: the engine has confirmed the end
+        self.final = False  #: the engine has confirmed the end: `computed` changes no more
+        self.released = False  #: and the slot has been given back
+
+    def answer(self, echoed: str, *, scored: bool) -> Choice:
+        """A whole answer's choice, behind `echoed`; with log probabilities if `scored`."""
+        return Choice(
+            index=self.index, text=echoed + "".join(self.parts), finish_reason=self.reason or "error",
+            stop_reason=self.stop_reason, logprobs=self.logprobs if scored else None,
+        )  # fmt: skip
 
 
 def logprob_text(text: Text, token: int, entry: TokenLogprobs | None) -> LogprobText:

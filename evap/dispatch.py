@@ -86,13 +86,14 @@ class Dispatch:
                                                    wall_ns=lambda: int(shell.wall_s() * 1e9))  # fmt: skip
         self.steps = Steps(
             text=text, rows=rows, cancel=replica.cancel, flush=shell.flush, now_ns=shell.now_ns, settled=self._settled,
-            table=self.accounting.table, live=live,
+            table=self.accounting.table, pages=self.accounting.pages, live=live,
         )  # fmt: skip
         self._config = config
         self._shell = shell
         self._tokenizing = 0  # choices of exchanges whose prompt is in the pool
         self._progress: dict[Exchange, int] = {}
         self._ids: list[str] = []
+        self._unended: list[Exchange] = []  # when `overdue` looked last
         self._secret = os.urandom(32)
 
     def engine_ready(self) -> None:
@@ -297,6 +298,19 @@ class Dispatch:
         self._progress = seen
         self._shell.flush()
         self.steps.settle_ended()
+
+    def overdue(self) -> None:
+        """About once a second: streams whose trailers have waited so long for the engine's last word end without."""
+        late, self._unended = self._unended, [e for e in self.open if e.unended]
+        for exchange in late:
+            exchange.complete(now=True)
+        if late:
+            self._flush_and_settle()
+
+    @property
+    def ending(self) -> bool:
+        """There are answers that are all written, and whose streams have not ended yet."""
+        return any(e.unended for e in self.open)
 
     @property
     def active(self) -> Sequence[Exchange]:

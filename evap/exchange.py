@@ -18,7 +18,6 @@ from evap.choice import ChoiceRun, logprob_text
 from evap.engine.interface import Detokenizer, Text
 from evap.errors import EngineFailed, EvapError
 from evap.messages import (
-    Choice,
     Finish,
     GenerateRequest,
     LogprobText,
@@ -63,6 +62,7 @@ class Exchange:
         self.opened_ns = opened_ns
         self.submitted_ns = 0  #: when the engine was given it; 0: never
         self.first_ns = 0
+        self.unended = False  #: the answer is all written, and its stream not ended yet: see `complete`
         self.end = ""  #: why it ended: stop, length, client_reset, client_gone, stalled, error codes
         self.status = 0
         self.headers = headers  #: of a successful answer
@@ -168,7 +168,7 @@ class Exchange:
         if finish not in FINISH_REASONS:
             self.fail(EngineFailed("the engine failed while it was generating this answer; the request may be retried"))
             return
-        choice.emitted = choice.computed
+        choice.emitted = choice.given
         if choice.ids and not self.request.stream:
             detokenizer = choice.detokenizer or self._detokenizer(choice)
             choice.parts.append(detokenizer.push(choice.ids))
@@ -267,9 +267,12 @@ class Exchange:
     def _answer(self, reason: str) -> None:
         self.end = reason
         if self.request.stream:
-            self.reply.end(self._trailers())
+            self.unended = True
+            self.complete()
         else:
-            body = self.renderer.whole([self._whole(c) for c in self.choices], self.usage())
+            echoed = (self.request.prompt_text or "") if self.request.echo else ""
+            scored = self.request.sampling.logprobs is not None
+            body = self.renderer.whole([c.answer(echoed, scored=scored) for c in self.choices], self.usage())
             self.status = 200
             self._queued += len(body)
             self.reply.whole(200, ((b"content-type", self.renderer.whole_type), *self.headers), body)
@@ -277,14 +280,14 @@ class Exchange:
                 self._mark(choice, choice.emitted)
         self.move(Input.ANSWER)
 
-    def _whole(self, choice: ChoiceRun) -> Choice:
-        text = "".join(choice.parts)
-        if self.request.echo and self.request.prompt_text is not None:
-            text = self.request.prompt_text + text
-        return Choice(
-            index=choice.index, text=text, finish_reason=choice.reason or "error", stop_reason=choice.stop_reason,
-            logprobs=choice.logprobs if self.request.sampling.logprobs is not None else None,
-        )  # fmt: skip
+    def complete(self, *, now: bool = False) -> None:
+        """End a stream that is all written. Trailers wait for the engine's last word on every choice (after a stop
+        string it computes for a step more), unless it must be `now`."""
+        if self.unended:
+            fields = self._trailers()
+            if now or not fields or all(c.final for c in self.choices):
+                self.unended = False
+                self.reply.end(fields)
 
     def fail(self, error: EvapError) -> None:
         """Answer with an error: whole if nothing was sent, as an event if the stream runs."""
@@ -297,7 +300,8 @@ class Exchange:
             for choice in self.choices:
                 choice.held.clear()
             self._send(self.renderer.error(error) + self.renderer.done())
-            self.reply.end(self._trailers())
+            self.unended = True
+            self.complete()
         else:
             self._settle_marks()
             self._marks.clear()  # what is queued now is thrown away: never delivered
@@ -307,6 +311,7 @@ class Exchange:
     def cancel(self, reason: str) -> None:
         """The client no longer wants it."""
         if self.can(Input.CANCEL):
+            self.unended = False
             self.end = reason
             self.move(Input.CANCEL)
 
@@ -315,7 +320,7 @@ class Exchange:
         """May be settled: no slot is out, and no byte that could still be delivered."""
         if self.state not in (State.ANSWERED, State.CANCELLED) or not all(c.released for c in self.choices):
             return False
-        return self.state is State.CANCELLED or self.reply.buffered == 0
+        return self.state is State.CANCELLED or not (self.unended or self.reply.buffered)
 
     @property
     def ending(self) -> str:
@@ -334,9 +339,9 @@ class Exchange:
         return self.usage() if self.request.continuous_usage else None
 
     def usage(self) -> Usage:
-        """Exact counts as of now. emitted of a running choice is what it has computed."""
+        """Exact counts as of now. emitted of a running choice is all that it was given."""
         self._settle_marks()
-        emitted = [c.emitted if c.ended else c.computed for c in self.choices]
+        emitted = [c.emitted if c.ended else c.given for c in self.choices]
         delivered = [min(c.delivered + c.row_delivered, e) for c, e in zip(self.choices, emitted, strict=True)]
         return Usage(
             prompt=len(self.prompt_ids), cached=self.cached, computed=sum(c.computed for c in self.choices),

@@ -84,6 +84,8 @@ class Server:
         try:
             built = await self._build()
             self.accounting = accounting = await self._open_accounting(built.model)
+            if built.replica.engines:
+                built.replica.meters = accounting.meter(built.replica.engines, ahead=built.replica.runs_ahead)
             try:
                 return await self._serve(built)
             finally:
@@ -256,11 +258,13 @@ class Server:
             await asyncio.sleep(min(1.0, self.heartbeat.timeout_ns / 4e9) if self.heartbeat.timeout_ns else 1.0)
             dispatch, now_ns = self.dispatch, time.monotonic_ns()
             working = dispatch.steps.slots.free < dispatch.steps.slots.size
-            if self.heartbeat.look(dispatch.steps.batches, working=working, now_ns=now_ns):
+            progress = dispatch.steps.batches + (dispatch.accounting.pages.progress if dispatch.accounting.pages else 0)
+            if self.heartbeat.look(progress, working=working, now_ns=now_ns):
                 logger.error(
                     "the engine %s", "has work and makes no progress" if self.heartbeat.hung else "moves again"
                 )
             dispatch.accounting.tick(list(dispatch.open))
+            dispatch.overdue()
 
     def _signalled(self, number: signal.Signals) -> None:
         if self._stop.is_set():
@@ -281,7 +285,7 @@ class Server:
         if self.dispatch.active:
             self.dispatch.fail_all(Draining("the server shut down before this answer was complete"))
         until = self._loop.time() + (0.0 if forced else 2.0)  # for what was written to leave
-        while self.hub.unsent and self._loop.time() < until:
+        while (self.hub.unsent or self.dispatch.ending) and self._loop.time() < until:
             await self._wait(0.02)
         return EXIT_FORCED if forced else 0
 

@@ -16,6 +16,7 @@ from evap.choice import ChoiceRun
 from evap.engine.interface import Text
 from evap.exchange import Exchange, Input, State
 from evap.messages import FINISH_MASK, HAS_LOGPROBS, META, NO_TOKEN, SILENT, Finish, TokenBatch, TokenLogprobs
+from evap.metering.counters import Counters
 from evap.metering.opened import OpenTable
 from evap.metrics import Live
 from evap.protocol.rows import RowTable
@@ -43,6 +44,7 @@ class Steps:
         settled: Callable[[Exchange], None],
         table: OpenTable | None = None,
         live: Live | None = None,
+        pages: Counters | None = None,
     ) -> None:
         self.slots: SlotTable[ChoiceRun] = SlotTable(rows.max_slots)
         self.rows = rows
@@ -51,12 +53,12 @@ class Steps:
         self._now_ns = now_ns
         self._settled = settled
         self._text = text
-        #: int32: tokens the engine has computed, by slot
+        #: int32: tokens that have come from the engine, by slot
         self._computed = table.computed if table is not None else np.zeros(rows.max_slots, np.int32)
         self._live = live or Live(rows.max_slots)
         #: batches so far: an engine with work for which this stands still hangs
         self.batches = 0
-        self._table = table
+        self._table, self._pages = table, pages
         self._slowed: list[ChoiceRun] = []
         self._left: list[ChoiceRun] = []
         #: which slots take token ids instead of text
@@ -121,10 +123,14 @@ class Steps:
         """Bring a running exchange's counts up to date."""
         for choice in exchange.choices:
             self._sync(choice)
+            if not choice.released and self._pages is not None:
+                row = self._pages.row(choice.slot, choice.generation)
+                choice.computed = max(choice.given, row.computed if row is not None else 0)
 
     def _sync(self, choice: ChoiceRun) -> None:
         if not choice.released:
-            choice.computed = int(self._computed[choice.slot])
+            choice.given = int(self._computed[choice.slot])
+            choice.computed = max(choice.computed, choice.given)
             choice.row_delivered = self.rows.delivered(choice.slot)
 
     def _release(self, choice: ChoiceRun) -> None:
@@ -136,6 +142,8 @@ class Steps:
         self.slots.give_back(choice.slot)
         self._to_rows.pop(choice, None)
         exchange = choice.exchange
+        if exchange.unended:
+            exchange.complete()
         if self._table is not None:
             self._left.append(choice)
         if exchange.state is not State.RUNNING:
@@ -170,7 +178,7 @@ class Steps:
         for choice in self._left:
             account = choice.exchange.account
             if account.record is None and account.entry >= 0:
-                emitted = choice.emitted if choice.ended else choice.computed
+                emitted = choice.emitted if choice.ended else choice.given
                 out = min(emitted, choice.exchange.delivered(choice))
                 self._table.released(account.entry, choice.slot, choice.computed, emitted, out)
         self._left.clear()
@@ -181,7 +189,7 @@ class Steps:
         for choice in self._slowed:
             if not choice.released:
                 out = choice.exchange.delivered(choice)
-                self._table.lag[choice.slot] = choice.computed - out
+                self._table.lag[choice.slot] = choice.given - out
         self._slowed.clear()
 
     def _join_rows(self) -> None:
@@ -286,10 +294,13 @@ class Steps:
         self.rows.leave(slot)
         exchange = choice.exchange
         running = exchange.state is State.RUNNING
-        account = exchange.account
-        account.last_ns = self._now_ns()
-        if exchange.first_ns:
-            account.steps = step - account.first_step + 1
+        counted = self._pages.final(slot, choice.generation, choice.given, finish) if self._pages is not None else None
+        if counted is not None:
+            choice.computed = counted.computed
+            exchange.account.take(*counted[1:])
+        elif exchange.first_ns:
+            exchange.account.take(step - exchange.account.first_step + 1, 0, self._now_ns())
+        choice.final = True
         exchange.finish(choice, finish, last_token)
         self._release(choice)
         if running and exchange.state is not State.RUNNING:

@@ -81,6 +81,7 @@ class FakeReply:
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self.aborted = self.refused = self.ended = False
+        self.trailers: dict[bytes, bytes] = {}
         core.windows[stream_id] = window
 
     def start(self, status: int, headers: HeaderList) -> None:
@@ -99,7 +100,7 @@ class FakeReply:
     def end(self, trailers: HeaderList = ()) -> None:
         if self.core.rows is not None:
             self.core.rows.release(self)
-        self.alive, self.ended = False, True
+        self.alive, self.ended, self.trailers = False, True, dict(trailers)
 
     def whole(self, status: int, headers: HeaderList, body: bytes) -> None:
         self.start(status, headers)

@@ -58,10 +58,10 @@ class House:
         with pytest.raises(StopIteration):
             coroutine.send(None)
 
-    def ask(self, window: int = 1 << 30, **fields: Any) -> FakeReply:
+    def ask(self, window: int = 1 << 30, headers: dict[str, str] | None = None, **fields: Any) -> FakeReply:
         reply = FakeReply(self.core, next(self._streams), window=window)
         body = {"messages": [{"role": "user", "content": "hello"}], **fields}
-        self.dispatch.generate(reply, head(), json.dumps(body).encode(), dialects()["chat"])
+        self.dispatch.generate(reply, head(**headers or {}), json.dumps(body).encode(), dialects()["chat"])
         return reply
 
     def usage(self, reply: FakeReply) -> Usage:

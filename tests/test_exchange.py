@@ -108,7 +108,7 @@ def test_an_echo_with_logprobs_waits_for_those_of_the_prompt(stream: bool) -> No
     entries = [None, *(TokenLogprobs(logprob=-n, top=(TopLogprob(5, -0.5),)) for n in (1.0, 2.0))]
     it.take_prompt(choice, entries)
     it.take(choice, [100], [TokenLogprobs(logprob=-0.25)])
-    choice.computed = 1
+    choice.given = 1
     it.finish(choice, Finish.LENGTH, None)
     body = it.reply.body  # type: ignore[attr-defined]
     pieces = (

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from evap.engine.synthetic_text import EOS
 from evap.messages import META, NO_TOKEN, SILENT, Finish, TokenBatch
+from evap.metering.counters import Counters
+from evap.metering.writer import Join, NumpyMeter
 from tests.fakes import FakeReply
 from tests.test_dispatch import House
 
@@ -122,3 +124,79 @@ def test_characters_split_over_tokens_and_batches(cuts: list[int], others: int) 
             house.batch(*records)
     house.batch((slot, generation, 0, 0, NO_TOKEN | Finish.STOP))
     assert reply.text() == SPLIT.decode()
+
+
+# The engine's last word
+
+
+def stopped(house: Quiet, **headers: str) -> tuple[FakeReply, int, int]:
+    """A stream that a stop string has ended; the engine has not heard of it yet."""
+    reply, slot, generation = house.open(headers=headers, stop=["B"])
+    house.batch((slot, generation, A, 0, 0))
+    house.batch((slot, generation, B, 1, 0))
+    assert reply.events[-1] == "[DONE]"
+    return reply, slot, generation
+
+
+def test_trailers_say_what_the_record_says() -> None:
+    """The engine computes a token more before it hears of the stop: the stream's end waits for its last word."""
+    house = Quiet()
+    reply, slot, generation = stopped(house, te="trailers")
+    assert not reply.ended
+    assert house.dispatch.ending
+    house.batch((slot, generation, A, 2, 0), (slot, generation, 0, 3, Finish.CANCELLED | NO_TOKEN))
+    assert reply.ended
+    usage = house.usage(reply)
+    assert (usage.computed, usage.emitted, usage.delivered) == (3, 2, 2)
+    assert (reply.trailers[b"evap-usage-computed"], reply.trailers[b"evap-usage-emitted"]) == (b"3", b"2")
+    assert not house.dispatch.ending
+
+
+def test_who_takes_no_trailers_does_not_wait() -> None:
+    house = Quiet()
+    reply, _, _ = stopped(house)
+    assert reply.ended
+
+
+def test_an_engine_that_says_nothing_is_not_waited_for_long() -> None:
+    house = Quiet()
+    reply, slot, generation = stopped(house, te="trailers")
+    house.dispatch.overdue()
+    assert not reply.ended
+    house.dispatch.overdue()
+    assert reply.ended
+    assert reply.trailers[b"evap-usage-computed"] == b"2"
+    house.batch((slot, generation, 0, 2, Finish.CANCELLED | NO_TOKEN))
+    assert len(house.settled) == 1
+
+
+def test_a_reset_while_the_end_waits() -> None:
+    house = Quiet()
+    reply, slot, generation = stopped(house, te="trailers")
+    house.dispatch.cancelled(reply, "client_reset")
+    house.batch((slot, generation, 0, 2, Finish.CANCELLED | NO_TOKEN))
+    house.dispatch.overdue()
+    assert house.end(reply) == "client_reset"
+    assert not reply.ended
+    assert not house.dispatch.ending
+
+
+def test_the_engine_s_own_count_is_the_account() -> None:
+    """An engine that died had sampled more than came: computed says so, emitted and delivered do not."""
+    house = Quiet()
+    pages = Counters(256, 1, None, ahead=False, now_ns=0, unix_ns=0)
+    house.steps._pages = pages
+    meter = NumpyMeter(pages._memories[0])
+    reply, slot, generation = house.open()
+    meter.begin([Join(slot, generation, 3)], 0)
+    for step in range(3):
+        meter.step(np.array([slot], np.int32), np.array([[A]], np.int32), None, (step + 1) * 1_000_000, ring=False)
+    house.batch((slot, generation, A, 0, 0))
+    (exchange,) = house.dispatch.open
+    house.steps.counts(exchange)
+    assert (exchange.usage().computed, exchange.usage().emitted) == (3, 1), "while it runs, too"
+    house.batch((slot, generation, 0, 1, Finish.ERROR | NO_TOKEN))
+    usage, ticket = house.usage(reply), exchange.account
+    assert (usage.computed, usage.emitted, usage.delivered) == (3, 1, 1)
+    assert (ticket.steps, ticket.first_ns, ticket.last_ns) == (3, 1_000_000, 3_000_000)
+    assert pages.mismatches == 0

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from evap.engine.meter import Spec
 from evap.errors import InvalidRequest, echo
 from evap.messages import EngineInfo, GenerateRequest, ReplicaState, SamplingParams, TokenBatch
 
@@ -26,7 +27,12 @@ OnState = Callable[[ReplicaState, str], None]
 
 
 class Replica(Protocol):
-    """One engine instance."""
+    """One engine instance.
+
+    meters: the page of each of its `engines`, set before `start`; without them nothing is metered.
+    """
+
+    meters: Sequence[Spec]
 
     @property
     def state(self) -> ReplicaState: ...
@@ -38,6 +44,16 @@ class Replica(Protocol):
     @property
     def adapters(self) -> Sequence[str]:
         """Names, beside the model's own, that a request may ask for (LoRA); most engines have none."""
+        ...
+
+    @property
+    def engines(self) -> int:
+        """Processes that sample tokens, each of which writes a counters page of its own; 0: it samples in the loop."""
+        ...
+
+    @property
+    def runs_ahead(self) -> bool:
+        """May sample tokens beyond an end, which are thrown away (but counted)."""
         ...
 
     def check(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import mmap
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +20,9 @@ from typing import Final
 import numpy as np
 
 from evap.config import EngineConfig
+from evap.engine.child import describe_end, environment
 from evap.engine.interface import OnBatch, OnState
+from evap.engine.meter import Spec
 from evap.engine.owed import SlotLedger
 from evap.engine.torch import wire
 from evap.errors import StartupError
@@ -74,7 +75,7 @@ class Worker:
         self.ring = RingReader(self._map, ring_capacity)  # formats the memory before the process can see it
         fds = (theirs.fileno(), memory, self._bell)
         command = [sys.executable, "-m", module, *map(str, fds)]
-        self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=_environment())
+        self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment())
         theirs.close()
         os.close(memory)
         self._socket = ours
@@ -164,23 +165,13 @@ class Worker:
         self._map.close()
 
 
-def _environment() -> dict[str, str]:
-    """Ours, such that the child finds this very package whatever its working directory is.
-
-    GOMP_SPINCOUNT: OpenMP threads that wait for each other spin for milliseconds by default, which takes the core from
-    whoever they wait for as soon as anything else runs: with one busy process beside them on two cores a step takes 30
-    times as long. With a short spin it takes twice as long, and on idle cores as long as ever.
-    """
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-    patience = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "2000"}
-    return {**patience, **os.environ, "PYTHONPATH": path}
-
-
 class TorchReplica:
     """The embedded engine as a Replica: restarts its process with back-off; running slots end in Finish.ERROR then."""
 
     adapters: tuple[str, ...] = ()
+    engines = 1
+    runs_ahead = False
+    meters: Sequence[Spec] = ()
 
     def __init__(
         self, config: EngineConfig, model_path: Path, *, module: str = "evap.engine.torch.worker",
@@ -260,7 +251,7 @@ class TorchReplica:
         self._worker = Worker(
             self._module, self._capacity, on_ring=self._rang, on_bytes=self._received, on_exit=self._exited
         )
-        boot = wire.Boot(self._config, str(self._model_path), self._capacity)
+        boot = wire.Boot(self._config, str(self._model_path), self._capacity, next(iter(self.meters), None))
         self._worker.send(wire.frame(boot))
 
     def _rang(self) -> None:
@@ -306,7 +297,7 @@ class TorchReplica:
         self._worker = None
         self._gone.set()
         self._logprobs.clear()
-        reason = self._fatal.message if self._fatal else f"the engine's process ended: {_describe(status)}"
+        reason = self._fatal.message if self._fatal else f"the engine's process ended: {describe_end(status)}"
         if self._stopping:
             self._fail_start(StartupError("stopped while starting"))
             return
@@ -339,11 +330,3 @@ class TorchReplica:
     def _set_state(self, state: ReplicaState, line: str) -> None:
         self.state = state
         self._on_state(state, line)
-
-
-def _describe(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-status).name}"
-    return f"killed by signal {-status}"

@@ -22,6 +22,7 @@ import numpy as np
 
 from evap.config import EngineConfig
 from evap.engine.interface import Clock, OnBatch, OnState
+from evap.engine.meter import Spec
 from evap.engine.synthetic_script import Script, Three, score
 from evap.engine.synthetic_text import SyntheticText
 from evap.messages import NO_TOKEN, EngineInfo, Finish, GenerateRequest, Int32, ReplicaState, SamplingParams, TokenBatch
@@ -96,6 +97,9 @@ class SyntheticReplica:
     """`Replica` in the loop's own thread. Raises StartupError never; starts at once."""
 
     adapters: tuple[str, ...] = ()
+    engines = 0  # it samples in the loop's own thread: what it has made is what the loop has counted
+    runs_ahead = False
+    meters: Sequence[Spec] = ()
 
     def __init__(self, config: EngineConfig, clock: Clock) -> None:
         self.state = ReplicaState.STARTING

@@ -128,7 +128,7 @@ class Ticket:
     """What one exchange holds of its account, from admission to settling. key_id "" and account None: no keys."""
 
     __slots__ = (
-        "account", "budget", "capped", "day", "entry", "first_step", "key_id", "last_ns", "lookup", "month",
+        "account", "budget", "capped", "day", "entry", "first_ns", "first_step", "key_id", "last_ns", "lookup", "month",
         "operation", "rate", "record", "steps", "usage",
     )  # fmt: skip
 
@@ -142,10 +142,19 @@ class Ticket:
         self.day = self.month = 0
         self.capped = False  #: the engine was given fewer tokens than the request asked for: the budget's rest
         self.entry = -1  #: of the table of open exchanges
-        self.first_step = self.steps = 0  #: the engine's step of the first token; steps from there to the end
-        self.last_ns = 0  #: when the engine's last record came
+        self.first_step = 0  #: the engine's step of the first token
+        self.steps = 0  #: engine steps that it took part in (without a counters page: from its first token on)
+        #: when its first and last tokens were sampled; without a page 0, and when the engine's last record came
+        self.first_ns = self.last_ns = 0
         self.usage = Usage()  #: the final counts, once settled
         self.record: Record | None = None  #: what the ledger is given, once settled
+
+    def take(self, steps: int, first_ns: int, last_ns: int) -> None:
+        """Steps and stamps of a choice that has ended; 0: not known. Of several choices, the most and the widest."""
+        self.steps = max(self.steps, steps)
+        self.last_ns = max(self.last_ns, last_ns)
+        if first_ns:
+            self.first_ns = min(self.first_ns or first_ns, first_ns)
 
     @property
     def priority(self) -> int:

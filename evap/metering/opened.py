@@ -5,14 +5,16 @@ and the loop's own count of computed tokens *is* the first of them. An exchange 
 was computed; where that is not so (text held back, a slow reader) `lag` says by how much. Per exchange a few numbers
 are packed: at its start, at its end, and where it gives slots back before its end.
 
+`computed` counts what came to the loop. What an engine in another process has sampled is in its counters page, by slot
+and generation; `recover` takes the higher of both, so that no token is lost that was on its way.
+
     byte 0      magic, slots, entries (u64 each)
-    byte 64     owner, computed, lag, cached: int32 by slot; owner is the entry of the slot's exchange, or -1
+    byte 64     owner, computed, lag, cached, generation: int32 by slot; owner: the entry of the slot's exchange, or -1
     then        entries, ENTRY_BYTES each: u32 phase (FREE, OPEN, SETTLED), i32 the slot whose counts `base` has taken
                 over last, u32 base computed, emitted, delivered, cached, u32 flags, u16 length of the note; what
                 `Settled` has, once it is; the note
 
-The page cache keeps the file when the process dies. The counters page (`page.py`) is for readers in other processes,
-who need its tags; this is read when nobody writes.
+The page cache keeps the file when the process dies. One writer, the loop of one process; it is read when nobody writes.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from evap.metering.counters import FindRow
+
 Int32 = npt.NDArray[np.int32]
 
-MAGIC: Final = int.from_bytes(b"EVAPOPN1", "little")
+MAGIC: Final = int.from_bytes(b"EVAPOPN2", "little")
 ENTRY_BYTES: Final = 896
 _START: Final = 64
 _HEADER: Final = struct.Struct("<QQQ")
@@ -45,6 +49,7 @@ _OPEN: Final = 1
 _IS_OPEN: Final = _OPEN.to_bytes(4, "little")
 _SETTLED: Final = (2).to_bytes(4, "little")
 _NOTHING: Final = (0, 0, 0, 0)
+_BY_SLOT: Final = 5  # arrays
 _WHOLE: Final = 1  #: nothing is delivered before the end
 
 
@@ -66,13 +71,19 @@ class Settled(NamedTuple):
 
 
 class Survivor(NamedTuple):
-    """An exchange that was open, or not in the ledger yet (then `final` is there), when its process died."""
+    """An exchange that was open, or not in the ledger yet (then `final` is there), when its process died.
+
+    first_us, last_us, steps: of its tokens, as the engine's page has them; 0 if there is none.
+    """
 
     note: bytes
     cached: int
     computed: int
     emitted: int
     delivered: int
+    first_us: int = 0
+    last_us: int = 0
+    steps: int = 0
     final: Settled | None = None
 
 
@@ -89,11 +100,13 @@ class OpenTable:
         finally:
             os.close(fd)
         self._at = at
-        self.owner, self.computed, self.lag, self.cached = _arrays(self._memory, slots)
+        self.owner, self.computed, self.lag, self.cached, self.generation = _arrays(self._memory, slots)
         self.owner[:] = -1
         # Single numbers go through memoryviews: numpy takes twice as long for one.
-        cells = memoryview(self._memory)[_START : _START + 16 * slots].cast("i")
-        self._owner, self._lag, self._cached = cells[:slots], cells[2 * slots : 3 * slots], cells[3 * slots :]
+        cells = memoryview(self._memory)[_START : _START + 4 * _BY_SLOT * slots].cast("i")
+        self._owner, _, self._lag, self._cached, self._generation = (
+            cells[n * slots : (n + 1) * slots] for n in range(_BY_SLOT)
+        )
         self._slots: list[Sequence[int]] = [()] * entries
         self._bases: dict[int, tuple[int, int, int, int]] = {}  # of those that have given slots back
         self._free = list(range(entries))
@@ -104,8 +117,11 @@ class OpenTable:
     def full(self) -> bool:
         return not self._free
 
-    def open(self, note: bytes, slots: Sequence[int], *, whole: bool) -> int:
-        """Enter an exchange that takes these slots; its entry. -1 when the table is full or the note too long."""
+    def open(self, note: bytes, slots: Sequence[int], *, whole: bool, generations: Sequence[int] = ()) -> int:
+        """Enter an exchange that takes these slots; its entry. -1 when the table is full or the note too long.
+
+        generations: of the slots, where an engine's page tells them apart.
+        """
         if not self._free or len(note) > MAX_NOTE_BYTES:
             return -1
         entry = self._free.pop()
@@ -114,6 +130,8 @@ class OpenTable:
         for slot in slots:
             self._lag[slot] = self._cached[slot] = 0
             self._owner[slot] = entry
+        for slot, generation in zip(slots, generations, strict=False):
+            self._generation[slot] = generation
         memory = self._memory
         _ENTRY.pack_into(memory, at, 0, -1, 0, 0, 0, 0, _WHOLE if whole else 0, len(note))
         memory[at + _NOTE_AT : at + _NOTE_AT + len(note)] = note
@@ -167,24 +185,27 @@ class OpenTable:
 
     def release(self) -> None:
         """Let go of the memory."""
-        del self.owner, self.computed, self.lag, self.cached, self._owner, self._lag, self._cached
+        del self.owner, self.computed, self.lag, self.cached, self.generation
+        del self._owner, self._lag, self._cached, self._generation
         self._memory.close()
 
 
 def _places(slots: int, entries: int) -> tuple[int, int]:
     """(first byte of the entries, size of the file)."""
-    at = _START + 4 * 4 * slots
+    at = _START + 4 * _BY_SLOT * slots
     at += -at % 64
     return at, at + entries * ENTRY_BYTES
 
 
-def _arrays(memory: Any, slots: int) -> tuple[Int32, Int32, Int32, Int32]:
-    table = np.frombuffer(memory, "<i4", 4 * slots, _START).reshape(4, slots)
-    return table[0], table[1], table[2], table[3]
+def _arrays(memory: Any, slots: int) -> Int32:
+    return np.frombuffer(memory, "<i4", _BY_SLOT * slots, _START).reshape(_BY_SLOT, slots)
 
 
-def recover(path: Path) -> list[Survivor]:
-    """What was open when the table's process died; [] for a file that is missing or none of ours."""
+def recover(path: Path, find: FindRow = lambda slot, generation: None) -> list[Survivor]:
+    """What was open when the table's process died; [] for a file that is missing or none of ours.
+
+    find: the row of a (slot, generation) in what the engines left, its stamps in us since 1970.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -195,7 +216,7 @@ def recover(path: Path) -> list[Survivor]:
     if magic != MAGIC or len(data) < _places(slots, entries)[1]:
         return []
     start = _places(slots, entries)[0]
-    owner, computed, lag, cached = _arrays(data, slots)
+    owner, computed, lag, cached, generation = _arrays(data, slots)
     found = []
     for entry in range(entries):
         at = start + entry * ENTRY_BYTES
@@ -206,16 +227,23 @@ def recover(path: Path) -> list[Survivor]:
         if phase != _OPEN:
             *numbers, kept, end = _FINAL.unpack_from(data, at + _FINAL_AT)
             final = Settled._make([*numbers, bool(kept), end.rstrip(b"\0").decode(errors="replace")])
-            found.append(Survivor(note, final.cached, final.computed, final.emitted, final.delivered, final))
+            found.append(Survivor(note, final.cached, final.computed, final.emitted, final.delivered, final=final))
             continue
         own = np.flatnonzero(owner == entry)
         running = own[own != taken]
         counted = int(computed[running].sum())
         out = 0 if flags & _WHOLE else counted - int(lag[running].sum())
+        pairs = [(slot, find(slot, int(generation[slot]))) for slot in running.tolist()]
+        rows = [row for _, row in pairs if row is not None]
+        sampled = sum(max(int(computed[slot]), row.computed if row is not None else 0) for slot, row in pairs)
+        times = [row for row in rows if row.computed]
         found.append(
             Survivor(
-                note=note, cached=max(base[3], int(cached[own].max(initial=0))), computed=base[0] + counted,
-                emitted=base[1] + counted, delivered=base[2] + max(0, out),
+                note=note, cached=max(base[3], int(cached[own].max(initial=0)), *(row.cached for row in rows)),
+                computed=base[0] + sampled, emitted=base[1] + counted, delivered=base[2] + max(0, out),
+                first_us=min((row.first_us for row in times), default=0),
+                last_us=max((row.last_us for row in times), default=0),
+                steps=max((row.steps for row in rows), default=0),
             )
         )  # fmt: skip
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -22,6 +23,7 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 _LOOKS: Final = 64
 _VALUE: Final = np.uint64(layout.VALUE_MASK)
 _VALUE_BITS: Final = np.uint64(layout.VALUE_BITS)
+_LINE: Final = struct.Struct(f"{layout.LINE_WORDS}Q")  # native: one load a word
 _NOTE_HEAD: Final = 8  # crc32 of the rest, u16 generation, u16 length
 MAX_NOTE_BYTES: Final = layout.NOTE_BYTES - _NOTE_HEAD
 
@@ -159,6 +161,14 @@ class PageReader:
         """The engine's row; None if it was never written (or the writer died in the middle of it)."""
         return self._row(slot, self._line)
 
+    def last_row(self, slot: int) -> Row | None:
+        """The row when nobody writes any more. If its writer died in it, counts are as of its last step or before."""
+        return self._row(slot, self._dead_line)
+
+    def generation(self, slot: int) -> int:
+        """The generation that the row is of, in one load; 0 also for a row that was never written."""
+        return self._cells[layout.WORD_ROWS + slot * layout.LINE_WORDS] & 0xFFFF
+
     def host_row(self, slot: int) -> HostRow | None:
         return self._host_row(slot, self._line)
 
@@ -172,9 +182,9 @@ class PageReader:
 
     def _line(self, at: int) -> list[int] | None:
         for _ in range(_LOOKS):
-            words = self._cells[at : at + layout.LINE_WORDS].tolist()
-            tag = words[0] >> layout.VALUE_BITS
-            if all(w >> layout.VALUE_BITS == tag for w in words):
+            words = _LINE.unpack_from(self._memory, at * 8)
+            tag = min(words) >> layout.VALUE_BITS  # the tag is on top: if the least and the most agree, all do
+            if tag == max(words) >> layout.VALUE_BITS:
                 return [w & layout.VALUE_MASK for w in words] if tag else None
         return None
 

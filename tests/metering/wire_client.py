@@ -29,7 +29,9 @@ class Stream:
     status: int = 0
     body: bytes = b""
     trailers: dict[str, str] = field(default_factory=dict)
-    chars: int = 0  #: of text: the canary's tokens are one character each
+    chars: int = 0  #: of text: tokens are one character each
+    reason: str = ""  #: finish_reason of the last choice that ended
+    stopped: str = ""  #: the stop string that matched
     usage: dict[str, Any] | None = None
     ended: bool = False
     reset: bool = False
@@ -52,7 +54,11 @@ class Stream:
     def _event(self, event: dict[str, Any]) -> None:
         self.id = event.get("id", self.id)
         self.usage = event.get("usage") or self.usage
-        self.chars += sum(len(c["delta"].get("content") or "") for c in event.get("choices", ()))
+        for choice in event.get("choices", ()):
+            self.chars += len(choice["delta"].get("content") or "")
+            self.reason = choice["finish_reason"] or self.reason
+            if isinstance(choice.get("stop_reason"), str) and self.reason == "stop":
+                self.stopped = choice["stop_reason"]
 
     @property
     def streamed(self) -> bool:

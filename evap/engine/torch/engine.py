@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from evap.engine.meter import StepMeter
 from evap.engine.torch.cache import BlockPool
 from evap.engine.torch.config import ModelConfig
 from evap.engine.torch.load import BLOCK_SIZE, Loaded
@@ -50,6 +51,7 @@ class Engine:
         self._seqs: dict[tuple[int, int], Seq] = {}
         self._rows: dict[Seq, Row] = {}
         self._outbox = Records()
+        self.meter = StepMeter()
         self.steps = 0
 
     @property
@@ -109,8 +111,11 @@ class Engine:
             self._outbox.add(seq.slot, seq.generation, seq.cached, 0, META | NO_TOKEN)
             self._rows[seq] = self._row(seq)
         if work:
+            self.meter.begin([self._meter_entry(seq) for seq in admitted])
             work, hidden = self._forward(work)
-            self._publish(work, *self._sample(work, hidden))
+            tokens, logprobs = self._sample(work, hidden)
+            self.meter.step([item.seq.slot for item in work], tokens, [item.last for item in work])
+            self._publish(work, tokens, logprobs)
             self.steps += 1
         records, self._outbox = self._outbox, Records()
         return records
@@ -201,6 +206,11 @@ class Engine:
     def _forget(self, seq: Seq) -> None:
         del self._seqs[seq.slot, seq.generation]
         self._rows.pop(seq, None)
+
+    @staticmethod
+    def _meter_entry(seq: Seq) -> tuple[int, int, int, int, int, int]:
+        most = seq.request.sampling.max_tokens
+        return seq.slot, seq.generation, seq.prompt_len, seq.cached, most, -1  # it never samples beyond an end token
 
     def _row(self, seq: Seq) -> Row:
         sampling = seq.request.sampling

@@ -26,6 +26,7 @@ class Boot(msgspec.Struct, frozen=True, tag="boot", array_like=True):
     config: EngineConfig
     model_path: str
     ring_capacity: int
+    meter: dict[str, str] | None = None  # see evap.engine.meter
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+from evap.engine.meter import StepMeter
 from evap.engine.torch import wire
 from evap.engine.torch.records import Records
 from evap.errors import StartupError
@@ -113,6 +114,7 @@ def build(boot: wire.Boot, progress: Callable[[str], None]) -> Core:
     engine = Engine(loaded, max_running=boot.config.max_running, prefill_chunk=boot.config.prefill_chunk)
     progress("warming up")
     engine.warm_up()
+    engine.meter = StepMeter(boot.meter, loaded.device.type, time.monotonic_ns)
     return engine
 
 

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from evap.config import EngineConfig
 from evap.engine.interface import OnBatch, OnState
+from evap.engine.meter import Spec
 from evap.engine.vllm.progress import progress_of, root_cause
 from evap.engine.vllm.runs import Runs
 from evap.engine.vllm.shared import RING_RECORDS, Shared, parse_lines
+from evap.engine.vllm.turn import Turn
 from evap.errors import EvapError, StartupError
 from evap.messages import EngineInfo, GenerateRequest, ReplicaState, SamplingParams, TokenBatch
 from evap.ring import RingReader
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Engines start one after the other up to the point where their processes exist: vLLM reads its settings of logging
-#: and devices from this process's environment.
-_TURN: Final = threading.Lock()
 STOP_TIMEOUT_S: Final = 5.0
 _REMEDY: Final = "pip install 'vllm>=0.32,<0.34'"
 FIRST_BACKOFF_S: Final = 0.5
@@ -48,6 +46,10 @@ HEALTHY_S: Final = 60.0
 
 class VllmReplica:
     """One engine core (with its workers). `gpus`: the devices it may use; empty: vLLM's choice."""
+
+    engines = 1
+    runs_ahead = True  #: a step may be scheduled before the result of the last is known
+    meters: Sequence[Spec] = ()
 
     def __init__(self, config: EngineConfig, model_path: Path, *, gpus: Sequence[int] = (), number: int = 0) -> None:
         self._config = config
@@ -69,8 +71,6 @@ class VllmReplica:
         self._failures = 0
         #: places of the token ring; set before `start`
         self.ring_records = RING_RECORDS
-        #: counters page (see evap.metering) that the worker is to write; set before `start`. One per replica.
-        self.meter_page: Path | None = None
         #: starts after a death
         self.restarts = 0
         #: requests whose tokens or counts off the ring differ from the engine's own; never, unless there is a bug
@@ -150,7 +150,7 @@ class VllmReplica:
         self._errors.clear()
         shared = self._shared = Shared(capacity=self.ring_records)
         self._loop.add_reader(shared.log_fd, self._read_log)
-        turn = _Turn()
+        turn = Turn()
         try:
             vllm_config = await asyncio.to_thread(self._configure, shared, turn)
             seam = self._seam = _seam(self._config, vllm_config, self)
@@ -170,7 +170,7 @@ class VllmReplica:
         self._ready_at = time.monotonic()
         self._set(ReplicaState.READY, "ready")
 
-    def _configure(self, shared: Shared, turn: _Turn) -> Any:
+    def _configure(self, shared: Shared, turn: Turn) -> Any:
         """In a thread: imports vLLM, checks it, and makes the engine's configuration."""
         turn.begin()
         from evap.engine.vllm.environment import prepare_environment  # noqa: PLC0415
@@ -189,16 +189,18 @@ class VllmReplica:
         return options.engine_config(self._config, self._path, shared, self._gpus)
 
     async def _install_meter(self, seam: Seam, shared: Shared) -> None:
-        """Our worker extension wraps the sampler. Metering is named, not imported: engines know nothing of it."""
-        if self.meter_page is None:
+        """Our worker extension wraps the sampler."""
+        if not self.meters:
             return
-        names = {"module": "writer", "build_module": "build", "device_module": "cupy_reader"}
-        spec = {key: f"evap.metering.{name}" for key, name in names.items()}
-        settings = {**shared.settings, "meter": {**spec, "page": str(self.meter_page)}}
+        settings = {**shared.settings, "meter": self.meters[0]}
         try:
-            await seam.call("collective_rpc", "evap_install", None, (settings,), None)
+            found = await seam.call("collective_rpc", "evap_install", None, (settings,), None)
         except RuntimeError as e:
             raise StartupError(f"the meter cannot be installed in vLLM's worker: {e}") from e
+        if not any(found or ()):
+            logger.warning(
+                "%s: tokens are not counted on the GPU, but where they arrive (pip install cupy-cuda13x)", self._name
+            )
 
     # From the seam (client.Sink)
 
@@ -297,22 +299,6 @@ class VllmReplica:
     def pids(self) -> list[int]:
         """Processes of the engine core; for tests and the doctor."""
         return self._seam.pids() if self._seam is not None else []
-
-
-class _Turn:
-    """Holds _TURN from `begin` (in a thread) to `end` (from anywhere, any number of times)."""
-
-    def __init__(self) -> None:
-        self._held = False
-
-    def begin(self) -> None:
-        _TURN.acquire()
-        self._held = True
-
-    def end(self) -> None:
-        if self._held:
-            self._held = False
-            _TURN.release()
 
 
 def _seam(config: EngineConfig, vllm_config: Any, replica: VllmReplica) -> Seam:

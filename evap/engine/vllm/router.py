@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from evap.engine.interface import OnBatch, OnState, Replica
+from evap.engine.meter import Spec
 from evap.errors import EngineUnavailable, InvalidRequest, StartupError
 from evap.messages import FINISH_MASK, EngineInfo, GenerateRequest, ReplicaState, SamplingParams, TokenBatch
 
@@ -73,6 +74,23 @@ class Router:
     @property
     def mismatches(self) -> int:
         return sum(getattr(replica, "mismatches", 0) for replica in self.replicas)
+
+    @property
+    def engines(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def runs_ahead(self) -> bool:
+        return any(replica.runs_ahead for replica in self.replicas)
+
+    @property
+    def meters(self) -> Sequence[Spec]:
+        return [spec for replica in self.replicas for spec in replica.meters]
+
+    @meters.setter
+    def meters(self, specs: Sequence[Spec]) -> None:
+        for replica, spec in zip(self.replicas, specs, strict=True):
+            replica.meters = [spec]
 
     def listen(self, on_batch: OnBatch, on_state: OnState) -> None:
         self._on_batch, self._on_state = on_batch, on_state

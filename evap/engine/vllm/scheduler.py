@@ -16,8 +16,9 @@ from typing import Any, Final
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from evap.engine.meter import map_file
 from evap.engine.vllm.rows import ACCOUNT_KEY, FINISHES
-from evap.engine.vllm.shared import CONFIG_KEY, Bell, fingerprint, map_file
+from evap.engine.vllm.shared import CONFIG_KEY, Bell, fingerprint
 from evap.messages import META, NO_TOKEN, SILENT, Finish
 from evap.ring import RingWriter
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import mmap
 import os
 import select
 import shutil
@@ -27,6 +26,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from evap.engine.meter import map_file
 from evap.ring import ring_bytes
 
 Prints: TypeAlias = npt.NDArray[np.uint64]
@@ -118,14 +118,6 @@ def _sweep(folder: Path) -> None:
         pid = path.name.removeprefix(_PREFIX).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def map_file(path: str | Path) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR)
-    try:
-        return mmap.mmap(fd, 0)
-    finally:
-        os.close(fd)
 
 
 def _fifo(path: Path) -> int:

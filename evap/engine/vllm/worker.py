@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evap.engine.vllm.shared import map_file
+from evap.engine.meter import open_writer, stream_of
 
 Ints = npt.NDArray[np.int32]
 
@@ -38,8 +38,11 @@ class Meter:
         if spec is None or not counts_here():
             return False
         runner = self.model_runner  # type: ignore[attr-defined]
-        counter = Counter(_writer(spec, str(runner.device.type)), importlib.import_module(spec["module"]).Join)
-        counter.stream = _stream if runner.device.type == "cuda" else contextlib.nullcontext
+        writer = open_writer(spec, str(runner.device.type), time.monotonic_ns, tensors=True)
+        if writer is None:
+            return False
+        counter = Counter(writer, importlib.import_module(spec["module"]).Join)
+        counter.stream = stream_of(writer)
         wrap(runner, counter)
         return True
 
@@ -49,28 +52,6 @@ def counts_here() -> bool:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415  # needs a worker
 
     return bool(get_pp_group().is_last_rank) and get_tp_group().rank_in_group == 0
-
-
-def _writer(spec: dict[str, Any], device: str) -> Any:
-    """The meter for this device: kernels on a GPU, their host build on a CPU, numpy without a compiler."""
-    page = map_file(spec["page"])
-    writers = importlib.import_module(spec["module"])
-    if device == "cuda":
-        reader = importlib.import_module(spec["device_module"])
-        meter = reader.DeviceMeter(page, reader.PinnedMemory(page).device_pointer)
-        meter.calibrate(time.monotonic_ns())
-        return meter
-    build = importlib.import_module(spec["build_module"])
-    try:
-        return writers.CompiledMeter(build.host_library(), page)
-    except (build.BuildError, OSError):
-        return writers.NumpyMeter(page)
-
-
-def _stream() -> Any:
-    """torch's current stream as CuPy's current one."""
-    cupy, torch = importlib.import_module("cupy"), importlib.import_module("torch")
-    return cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
 
 
 def wrap(runner: Any, counter: Counter) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
+from evap.engine.meter import StepMeter
 from evap.engine.torch.engine import Engine
 from evap.messages import (
     FINISH_MASK,
@@ -18,6 +20,7 @@ from evap.messages import (
     GenerateRequest,
     SamplingParams,
 )
+from evap.metering.counters import Counters
 from tests.engine.torch.tiny import Maker, Outcome, generate, greedy, load_tiny, prompts, reference
 
 
@@ -210,3 +213,32 @@ def test_warming_up_leaves_no_trace(make: Maker) -> None:
     assert (it.steps, it.idle, it.scheduler.pool.free) == (0, True, free)
     assert it.info.vocab_size == 128
     assert it.info.kv_tokens >= 4096
+
+
+def test_the_counters_page_has_what_the_engine_gave(make: Maker) -> None:
+    """Chunked prefill, cached prefixes, preemption, cancels: a row each, to the token."""
+    loaded = load_tiny(make()[1])
+    it = Engine(loaded, max_running=8, prefill_chunk=16)
+    it.scheduler.pool.allocate(loaded.blocks - 26)
+    pages = Counters(64, 1, None, ahead=False, now_ns=0, unix_ns=0)
+    it.meter = StepMeter(pages.specs[0], now_ns=itertools.count(1_000_000, 1_000_000).__next__)
+    outcome, asked = Outcome(), prompts(6, lengths=(40,))
+    for turn in range(2):  # the second time out of the prefix cache
+        it.submit(8 * turn + 6, turn, GenerateRequest(prompt_ids=[5, 6], sampling=greedy(1000 if not turn else 3)))
+        for n, prompt in enumerate(asked):
+            it.submit(8 * turn + n, turn, GenerateRequest(prompt_ids=prompt, sampling=greedy(60)))
+        for _ in range(20):
+            outcome.take(it.step())
+        it.cancel(6, 0)
+        while not it.idle:
+            outcome.take(it.step())
+    assert outcome.finish[6] is Finish.CANCELLED
+    assert any(outcome.cached[8 + n] for n in range(6))
+    for slot, tokens in outcome.tokens.items():
+        row = pages.row(slot, slot // 8)
+        assert row is not None
+        assert (row.computed, row.cached) == (len(tokens), outcome.cached[slot])
+        assert row.steps > row.computed or slot in (6, 14) or row.cached, "chunks of a prefill are steps"
+        assert pages.final(slot, slot // 8, len(tokens), outcome.finish[slot]) is not None
+    assert (pages.mismatches, pages.progress) == (0, it.steps)
+    pages.close()

@@ -20,6 +20,9 @@ class Toy:
     """A replica that does nothing by itself."""
 
     adapters: tuple[str, ...] = ()
+    engines = 1
+    runs_ahead = False
+    meters: Sequence[dict[str, str]] = ()
 
     def __init__(self, *, fails: bool = False) -> None:
         self.state = ReplicaState.STARTING

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from evap.messages import Finish
+from evap.metering.counters import WRITERS
 from evap.metering.page import PageReader, format_page, map_page_file, open_page_file
 from tests.engine.vllm.live import NEEDS_VLLM, Live, Result, ask, engine
 
@@ -163,7 +164,7 @@ def ahead(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
 
     def before(replica: Any) -> None:
         small(replica)
-        replica.meter_page = path
+        replica.meters = [{**WRITERS, "page": str(path)}]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "choose_scheduler", choose_ahead)

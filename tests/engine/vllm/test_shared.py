@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from evap.engine.vllm.shared import Bell, PipeHandler, Shared, map_file, parse_lines
+from evap.engine.meter import map_file
+from evap.engine.vllm.shared import Bell, PipeHandler, Shared, parse_lines
 from evap.ring import RingReader, RingWriter
 
 

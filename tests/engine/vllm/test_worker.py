@@ -13,6 +13,7 @@ import pytest
 
 from evap.engine.vllm.worker import Counter, wrap
 from evap.messages import Finish
+from evap.metering.counters import WRITERS
 from evap.metering.page import PageReader, format_page, map_page_file, open_page_file
 from evap.metering.writer import Join, NumpyMeter
 from tests.engine.vllm.live import NEEDS_VLLM, Live, ask, engine
@@ -146,7 +147,7 @@ def metered(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     format_page(memory, SLOTS, epoch_device_ns=time.monotonic_ns(), epoch_unix_ns=time.time_ns())
 
     def before(replica: Any) -> None:
-        replica.meter_page = path
+        replica.meters = [{**WRITERS, "page": str(path)}]
 
     options = (
         "max_num_batched_tokens=128", "num_gpu_blocks_override=14",

@@ -1,0 +1,87 @@
+"""The engine's side of metering: a writer of its counters page, in the engine's own process.
+
+Engines know nothing of metering: `Spec` names the page and the modules that write it, and the server fills it in. A
+writer's `begin` is called before a forward pass with the generations that are new, its `step` right after sampling, and
+what it has written is seen by the server before any token of the step is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+#: page: path of the page's file; module, build_module, device_module: who writes it
+Spec: TypeAlias = dict[str, str]
+Ints: TypeAlias = npt.NDArray[np.int32]
+
+
+def map_file(path: str | Path) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def open_writer(spec: Spec, device: str, now_ns: Callable[[], int], *, tensors: bool = False) -> Any | None:
+    """Kernels on a GPU, their host build elsewhere, numpy without a compiler.
+
+    tensors: tokens will come as the device's own tensors; then nobody else can count on a GPU without CuPy: None.
+    """
+    page = map_file(spec["page"])
+    if device == "cuda":
+        reader = importlib.import_module(spec["device_module"])
+        if not reader.unavailable():
+            meter = reader.DeviceMeter(page, reader.PinnedMemory(page).device_pointer)
+            meter.calibrate(now_ns())
+            return meter
+        if tensors:
+            return None
+    writers, build = importlib.import_module(spec["module"]), importlib.import_module(spec["build_module"])
+    try:
+        return writers.CompiledMeter(build.host_library(), page)
+    except (build.BuildError, OSError):
+        return writers.NumpyMeter(page)
+
+
+def stream_of(writer: Any) -> Callable[[], Any]:
+    """What a writer's calls must be made in: kernels go to torch's current stream."""
+    return _cuda_stream if hasattr(writer, "calibrate") else contextlib.nullcontext
+
+
+def _cuda_stream() -> Any:
+    """torch's current stream as CuPy's current one."""
+    cupy, torch = importlib.import_module("cupy"), importlib.import_module("torch")
+    return cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+
+
+class StepMeter:
+    """A page's writer with the clock and the stream that go with it. Without a spec it does nothing."""
+
+    def __init__(self, spec: Spec | None = None, device: str = "cpu", now_ns: Callable[[], int] = lambda: 0) -> None:
+        self._writer = open_writer(spec, device, now_ns) if spec is not None else None
+        self._now_ns = now_ns
+        self._stream = stream_of(self._writer)
+
+    def begin(self, joins: Sequence[tuple[int, int, int, int, int, int]]) -> None:
+        """joins: (slot, generation, prompt tokens, those that were cached, most tokens, end token or -1) of each."""
+        if self._writer is not None:
+            with self._stream():
+                self._writer.begin(joins, self._now_ns())
+
+    def step(self, slots: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> None:
+        """Everything that the step computed: for each slot a token, which counts 1, or 0 for a part of a prefill."""
+        if self._writer is not None:
+            table = np.array(tokens, np.int32)[:, None]
+            with self._stream():
+                self._writer.step(
+                    np.array(slots, np.int32), table, np.array(counts, np.int32), self._now_ns(), ring=False
+                )

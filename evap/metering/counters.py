@@ -1,0 +1,145 @@
+"""The engines' own counters, joined with the accounts: one page per engine, made at the start, read at each end.
+
+A page is written by the engine's process (or its device) right after sampling and before the tokens travel. So whoever
+holds a generation's final record finds all of it there, and a token that was sampled is counted whether anybody heard
+of it or not: `computed` of an account is the page's. What came through the ring or a message can be compared with it
+(`final`): fewer tokens in the page than came is a fault of ours, and so are more, unless the engine died or runs ahead.
+
+With a data directory the pages are files in it, and outlive a kill -9 (`left_behind`); without one they are anonymous
+memory. Each start makes new files: an engine that outlives its server for a moment writes where nobody looks any more.
+An engine that writes no page (the synthetic one, whose count is the loop's own) has none here.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from evap.messages import Finish
+from evap.metering import layout
+from evap.metering.page import PageReader, Row, format_page, map_page_file, open_page_file
+
+logger = logging.getLogger("evap.counters")
+PREFIX: Final = "counters-"
+#: What an engine's process imports to write its page; engines are blind to this package, so it is told them by name.
+WRITERS: Final = {
+    "module": "evap.metering.writer",
+    "build_module": "evap.metering.build",
+    "device_module": "evap.metering.cupy_reader",
+}
+
+
+class Counted(NamedTuple):
+    """What an engine has counted for a generation: tokens, steps; when they were sampled on the loop's clock, or 0."""
+
+    computed: int
+    steps: int
+    first_ns: int
+    last_ns: int
+
+
+class Counters:
+    """The pages of a server's engines. ahead: engines may run past a stop (they schedule ahead of their results)."""
+
+    def __init__(
+        self, slots: int, engines: int, folder: Path | None, *, ahead: bool, now_ns: int, unix_ns: int
+    ) -> None:
+        """Raises OSError."""
+        self.mismatches = 0  #: generations of which the page and the tokens that came say different things
+        self._ahead, self._epoch_ns = ahead, now_ns
+        self._fds: list[int] = []
+        self._memories: list[mmap.mmap] = []
+        self._readers: list[PageReader] = []
+        self.specs: list[dict[str, str]] = []  #: for each engine: what it is told
+        for number in range(engines):
+            memory, path = self._make(folder, number, slots)
+            format_page(memory, slots, epoch_device_ns=now_ns, epoch_unix_ns=unix_ns)
+            self._memories.append(memory)
+            self._readers.append(PageReader(memory))
+            self.specs.append({**WRITERS, "page": path})
+
+    def _make(self, folder: Path | None, number: int, slots: int) -> tuple[mmap.mmap, str]:
+        if folder is not None:
+            path = folder / f"{PREFIX}{number}"
+            path.unlink(missing_ok=True)
+            return open_page_file(path, slots), str(path)
+        fd = os.memfd_create(f"evap-{PREFIX}{number}", os.MFD_CLOEXEC)
+        self._fds.append(fd)
+        size = -(-layout.page_bytes(slots) // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(fd, size)
+        return mmap.mmap(fd, size), f"/proc/{os.getpid()}/fd/{fd}"
+
+    def row(self, slot: int, generation: int) -> Row | None:
+        """What the engine has counted for a generation by now; None if it has never run, or no page is kept."""
+        for reader in self._readers:
+            if reader.generation(slot) == generation and (row := reader.row(slot)) and row.generation == generation:
+                return row
+        return None
+
+    def final(self, slot: int, generation: int, given: int, finish: Finish) -> Counted | None:
+        """The generation's final record has come, and `given` tokens with and before it: the engine's own account.
+
+        None where there is none. What differs, and should not, is logged and counted.
+        """
+        row = self.row(slot, generation)
+        counted = row.computed if row is not None else 0
+        excess_is_fine = self._ahead or finish is Finish.ERROR
+        if counted != given and self.progress and not (counted > given and excess_is_fine):
+            self.mismatches += 1
+            logger.error(
+                "slot %d, generation %d: the engine counts %d tokens, %d came (%s)", slot, generation, counted, given,
+                finish.name,
+            )  # fmt: skip
+        if row is None:
+            return None
+        first_ns, last_ns = (self._epoch_ns + us * 1000 if us else 0 for us in (row.first_us, row.last_us))
+        return Counted(max(counted, given), row.steps, first_ns, last_ns)
+
+    @property
+    def progress(self) -> int:
+        """Steps of all engines so far: a prefill that gives no token moves it, too."""
+        return sum(reader.heartbeat() for reader in self._readers)
+
+    def close(self) -> None:
+        """Let go of the memory; the files stay."""
+        for reader in self._readers:
+            reader.close()
+        for memory in self._memories:
+            memory.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._readers, self._memories, self._fds = [], [], []
+
+
+class Left:
+    """Pages that a killed server's engines left. A row whose writer died in it has each count as of its last step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pages: list[tuple[Any, PageReader]] = []
+        for path in sorted(folder.glob(PREFIX + "*")):
+            try:
+                memory = map_page_file(path)[0]
+            except (OSError, ValueError) as error:
+                logger.warning("%s is no counters page that can be read: %s", path, error)
+                continue
+            self._pages.append((memory, PageReader(memory)))
+
+    def row(self, slot: int, generation: int) -> Row | None:
+        for _, reader in self._pages:
+            row = reader.last_row(slot)
+            if row is not None and row.generation == generation:
+                times = {name: reader.unix_ns(getattr(row, name)) // 1000 for name in ("first_us", "last_us")}
+                return row._replace(**times) if row.computed else row
+        return None
+
+    def close(self) -> None:
+        for memory, reader in self._pages:
+            reader.close()
+            memory.close()
+
+
+FindRow = Callable[[int, int], Row | None]

@@ -1,0 +1,77 @@
+"""Who writes an engine's counters page: kernels on a GPU, their host build, numpy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from evap.engine.meter import StepMeter, open_writer
+from evap.metering import build
+from evap.metering.counters import Counters
+from evap.metering.writer import CompiledMeter, NumpyMeter
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Iterator[Counters]:
+    it = Counters(8, 1, tmp_path, ahead=False, now_ns=0, unix_ns=0)
+    yield it
+    it.close()
+
+
+def test_a_step_is_counted(pages: Counters) -> None:
+    times = iter(range(1_000_000, 100_000_000, 1_000_000))
+    meter = StepMeter(pages.specs[0], now_ns=times.__next__)
+    meter.begin([(3, 7, 20, 16, 100, -1), (4, 1, 30, 0, 100, -1)])
+    meter.step([3, 4], [65, 0], [True, False])
+    meter.begin([])
+    meter.step([3, 4], [66, 67], [True, True])
+    rows = [pages.row(3, 7), pages.row(4, 1)]
+    assert [(r.prompt, r.cached, r.computed, r.steps) for r in rows if r] == [(20, 16, 2, 2), (30, 0, 1, 2)]
+    assert pages.progress == 2
+
+
+def test_without_a_page_nothing_happens() -> None:
+    meter = StepMeter()
+    meter.begin([(0, 0, 1, 0, 1, -1)])
+    meter.step([0], [1], [True])
+
+
+def test_numpy_counts_where_there_is_no_compiler(pages: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise build.BuildError("no compiler")
+
+    if build.host_compiler() is not None:
+        assert isinstance(open_writer(pages.specs[0], "cpu", lambda: 0), CompiledMeter)
+    monkeypatch.setattr(build, "host_library", refuse)
+    assert isinstance(open_writer(pages.specs[0], "cpu", lambda: 0), NumpyMeter)
+
+
+def test_a_gpu_without_cupy(pages: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are on the host are counted there; tensors on the device would have to be waited for."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert isinstance(open_writer(pages.specs[0], "cuda", lambda: 0), (CompiledMeter, NumpyMeter))
+    assert open_writer(pages.specs[0], "cuda", lambda: 0, tensors=True) is None
+
+
+def test_a_gpu_with_cupy(pages: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' writer, on the page in memory that the device can see, on the page's clock."""
+    calls: list[object] = []
+
+    class DeviceMeter:
+        def __init__(self, page: object, pointer: int) -> None:
+            calls.append(pointer)
+
+        def calibrate(self, now_ns: int) -> None:
+            calls.append(now_ns)
+
+    module = SimpleNamespace(
+        unavailable=lambda: "", DeviceMeter=DeviceMeter, PinnedMemory=lambda page: SimpleNamespace(device_pointer=77)
+    )
+    monkeypatch.setitem(sys.modules, "a_device", module)
+    writer = open_writer({**pages.specs[0], "device_module": "a_device"}, "cuda", lambda: 5)
+    assert isinstance(writer, DeviceMeter)
+    assert calls == [77, 5]
