@@ -18,7 +18,16 @@ from evap.messages import ReplicaState
 from evap.metrics import CONTENT_TYPE, Metrics
 from evap.protocol.api import health, models
 from evap.protocol.api.router import Match, dialects, route
-from evap.protocol.events import Event, PeerGone, Reply, RequestHead, RequestReady, StreamCancelled, WindowOpened
+from evap.protocol.events import (
+    Event,
+    PeerGone,
+    PriorityChanged,
+    Reply,
+    RequestHead,
+    RequestReady,
+    StreamCancelled,
+    WindowOpened,
+)
 from evap.protocol.headers import JSON, error_body, error_headers, wire_code
 from evap.usage import Background, UsagePages
 
@@ -78,14 +87,19 @@ class App:
                 self._dispatch.cancelled(reply, reason)
             case WindowOpened(reply=reply):
                 self._dispatch.window_opened(reply)
+            case PriorityChanged(reply=reply, value=value):
+                self._dispatch.prioritized(reply, value)
             case PeerGone():
                 pass
 
     def admit(self, head: RequestHead) -> EvapError | None:
-        """Why a request needs no body to be refused: no such route, no key. Asked before an upload begins."""
+        """Why a request needs no body to be refused: no such route, no key, no room. Asked before an upload begins."""
         try:
-            if not route(head.method, head.path).public:
-                self._dispatch.accounting.authenticate(head)
+            found = route(head.method, head.path)
+            account = None if found.public else self._dispatch.accounting.authenticate(head)
+            if found.name in self._dialects:
+                length = head.get(b"content-length")
+                self._dispatch.may_wait(account, head, head, int(length) if length is not None else 0)
         except EvapError as error:
             self._metrics.answered(wire_code(error)[0])
             return error
@@ -108,6 +122,7 @@ class App:
             reply.refuse()
             self._metrics.answered(503)
         except EvapError as error:
+            self._dispatch.note(error)
             self._metrics.answered(send_error(reply, error))
         except Exception:
             logger.exception("a request handler failed")

@@ -92,7 +92,13 @@ class EngineConfig:
     dtype: str = opt("auto", "arithmetic of the model", choices=("auto", "bfloat16", "float16", "float32"))
     device: str = opt("auto", "'cpu', 'cuda' or 'cuda:N'; auto takes a GPU if there is one")
     max_running: int = opt(64, "generations that run at once in an engine", low=1, high=4096)
-    max_queued: int = opt(1024, "generations that may wait for the engine (503 beyond)", low=1)
+    max_queued_requests: int = opt(1024, "requests that may wait for the engine (429 or 503 beyond)", low=0)
+    max_queued_tokens: int = opt(
+        2_000_000, "prompt tokens that may wait for the engine, estimated as 4 octets each (429 or 503 beyond)", low=0
+    )
+    ttft_timeout_s: float = opt(
+        600.0, "seconds until a request's first token, waiting included (an error beyond); 0 never", low=0
+    )
     max_choices: int = opt(128, "largest n of a request", low=1, high=1024)
     kv_cache_mb: int = opt(0, "memory for the KV cache of the torch engine; 0: chosen from what is free", low=0)
     prefill_chunk: int = opt(512, "most prompt tokens per step of the torch engine", low=16)

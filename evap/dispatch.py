@@ -6,15 +6,13 @@ call. What engine steps do to running exchanges is in `steps.py`.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
+from evap import terms
 from evap.accounting import Accounting
 from evap.config import Config
 from evap.engine.interface import Replica, Text, check_request
@@ -24,24 +22,27 @@ from evap.errors import (
     EngineUnavailable,
     EvapError,
     InternalError,
-    InvalidRequest,
     NotFound,
-    Overloaded,
+    RateLimited,
     echo,
 )
 from evap.exchange import Exchange, Input, State
+from evap.identity import Identity
 from evap.messages import ReplicaState, SamplingParams
 from evap.metering.accounts import Account
 from evap.metrics import Live
 from evap.protocol.api.dialect import Dialect
 from evap.protocol.api.media import check_body, negotiate
-from evap.protocol.events import HeaderList, Reply, RequestHead
+from evap.protocol.events import Reply, RequestHead
 from evap.protocol.rows import RowTable
 from evap.steps import Steps
+from evap.upkeep import Upkeep
+from evap.waiting import INLINE_BODY_BYTES, WaitingRoom, flow_of
 
-#: prompts in bodies shorter than this are tokenized on the loop: a thread switch would cost more
-INLINE_BODY_BYTES: Final = 8 << 10
-MAX_REQUEST_ID_BYTES: Final = 128
+#: RateLimited.code -> the limit of a key, as it is counted
+_KEY_LIMITS: Final = {
+    "too_many_streams": "key_streams", "rate_limit_exceeded": "key_rate", "insufficient_quota": "key_budget",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Shell:
     in_pool: Callable[[Callable[[], Any], Callable[[Any], None]], None]
     #: call on the next pass of the loop
     soon: Callable[[Callable[[], None]], object]
+    #: call after so many seconds
+    later: Callable[[float, Callable[[], None]], object]
     #: write what every connection has to write, now
     flush: Callable[[], None]
     settled: Callable[[Exchange], None]
@@ -81,6 +84,7 @@ class Dispatch:
         self.replica = replica
         self.model = model
         self.draining = False
+        self.limits: dict[str, int] = {}  #: name -> how often it has refused or ended a request
         self.open: dict[Exchange, None] = {}  # until settled
         self.accounting = accounting or Accounting(config.meter, model=model, slots=rows.max_slots, now_ns=shell.now_ns,
                                                    wall_ns=lambda: int(shell.wall_s() * 1e9))  # fmt: skip
@@ -90,17 +94,28 @@ class Dispatch:
         )  # fmt: skip
         self._config = config
         self._shell = shell
-        self._tokenizing = 0  # choices of exchanges whose prompt is in the pool
-        self._progress: dict[Exchange, int] = {}
-        self._ids: list[str] = []
-        self._unended: list[Exchange] = []  # when `overdue` looked last
-        self._secret = os.urandom(32)
+        self.room = WaitingRoom(
+            config.engine, slots=self.steps.slots, now_ns=shell.now_ns, in_pool=shell.in_pool, soon=shell.soon,
+            tokenize=self._tokenize, prepared=self._prepared, refuse=self._refuse, counts=self.limits,
+        )  # fmt: skip
+        self.steps.freed = self.room.pump
+        self.upkeep = Upkeep(
+            self.open, steps=self.steps, flush=shell.flush, now_ns=shell.now_ns, later=shell.later, end=self._refuse,
+            counts=self.limits, ttft_s=config.engine.ttft_timeout_s,
+        )  # fmt: skip
+        self._identity = Identity()
 
     def engine_ready(self) -> None:
         """The engine says what it is, now or again."""
         info = self.replica.info
         self.steps.grow(info.vocab_size)
+        self.room.engine_runs(info.max_running)
         self.text.limit_tokens = info.max_model_len - 1
+
+    def engine_lost(self) -> None:
+        """No replica is ready. What waits is not kept for one that may never come: others can serve it now."""
+        for exchange in self.room.line.items():
+            self._refuse(exchange, self._unavailable())
 
     # A request comes in
 
@@ -108,16 +123,17 @@ class Dispatch:
         self, reply: Reply, head: RequestHead, body: bytes, dialect: Dialect, account: Account | None = None
     ) -> None:
         """Validate, admit, tokenize, submit. Raises EvapError for what is refused at once (the caller answers)."""
-        headers = self._echoed(head)
+        headers = terms.echoed(head)
+        deadline_ms = terms.deadline_ms(head)
         check_body(head.get(b"content-type"), head.get(b"content-encoding"))
         request = dialect.parse(body, max_choices=self._config.engine.max_choices)
         kind = negotiate(head.get(b"accept"), request.stream)
         adapter = self._adapter(request.model)
-        self._admit(request.n)
+        flow = self.may_wait(account, head, reply.core, len(body))
         renderer = dialect.renderer(
             request,
             kind=kind,
-            id_suffix=self._ids.pop() if self._ids else self._new_id(),
+            id_suffix=self._identity.new_id(),
             model=adapter or self.model,
             created_s=int(self._shell.wall_s()),
         )
@@ -127,19 +143,14 @@ class Dispatch:
             send_error=self._shell.send_error, stream_buffer=self._config.protocol.stream_buffer_bytes,
             opened_ns=self._shell.now_ns(), account=ticket,
         )  # fmt: skip
-        exchange.adapter, exchange.cache_salt = adapter, self._cache_salt(ticket.key_id)
+        exchange.adapter, exchange.cache_salt = adapter, self._identity.cache_salt(ticket.key_id)
+        exchange.priority = terms.priority(account, head, request)
         reply.owner = exchange
         self.open[exchange] = None
         self.accounting.running[renderer.id] = exchange
-        self._tokenizing += request.n
-        if len(body) < INLINE_BODY_BYTES and not ticket.lookup:
-            try:
-                ids: list[int] | Exception = self._tokenize(exchange)
-            except Exception as error:  # noqa: BLE001 - judged in _tokenized, as when it comes from the pool
-                ids = error
-            self._tokenized(exchange, ids)
-        else:
-            self._shell.in_pool(lambda: self._tokenize(exchange), lambda result: self._tokenized(exchange, result))
+        if deadline_ms:
+            self.upkeep.expect(exchange, exchange.opened_ns + deadline_ms * 1_000_000)
+        self.room.enter(exchange, flow, len(body), pooled=len(body) >= INLINE_BODY_BYTES or ticket.lookup)
 
     def _adapter(self, model: str | None) -> str:
         """The adapter that a request names as its model, "" for the model itself."""
@@ -149,35 +160,18 @@ class Dispatch:
             return model
         raise NotFound(f"the model '{echo(model)}' does not exist", param="model", code="model_not_found")
 
-    def _cache_salt(self, key_id: str) -> str:
-        """What separates the prefix caches of keys: no client can choose it, or compute another's."""
-        return hashlib.blake2b(key_id.encode(), key=self._secret, digest_size=12).hexdigest() if key_id else ""
-
-    def _new_id(self) -> str:
-        """24 unguessable characters; made by the hundred, because a system call each costs more than all the rest."""
-        text = base64.urlsafe_b64encode(os.urandom(18 * 128)).decode()
-        self._ids = [text[i : i + 24] for i in range(0, len(text), 24)]
-        return self._ids.pop()
-
-    def _echoed(self, head: RequestHead) -> HeaderList:
-        """A client's X-Request-Id is echoed and never used as a key."""
-        request_id = head.get(b"x-request-id")
-        if request_id is None:
-            return ()
-        if len(request_id) > MAX_REQUEST_ID_BYTES:
-            raise InvalidRequest(f"X-Request-Id is longer than {MAX_REQUEST_ID_BYTES} bytes", param="x-request-id")
-        return ((b"x-request-id", request_id),)
-
-    def _admit(self, n: int) -> None:
+    def may_wait(self, account: Account | None, head: RequestHead, connection: object, octets: int) -> Hashable:
+        """For whom a request with such a body waits. Raises what refuses it, before anything is made of it."""
         if self.draining:
             raise Draining("the server is shutting down", retry_after_s=5)
         if self.replica.state is not ReplicaState.READY:
-            raise EngineUnavailable("the engine is not ready", retry_after_s=5)
-        engine = self._config.engine
-        slots = self.steps.slots
-        busy = self._tokenizing + slots.size - slots.free
-        if busy + n > min(engine.max_running + engine.max_queued, slots.size):
-            raise Overloaded(f"{busy} generations are running or waiting; try again later", retry_after_s=1)
+            raise self._unavailable()
+        flow = flow_of(account.key.id if account is not None else "", head.peer, connection)
+        self.room.check(flow, octets, pooled=octets >= INLINE_BODY_BYTES)
+        return flow
+
+    def _unavailable(self) -> EngineUnavailable:
+        return EngineUnavailable("the engine is not ready", retry_after_s=5)
 
     def _tokenize(self, exchange: Exchange) -> list[int]:
         request = exchange.request
@@ -189,10 +183,8 @@ class Dispatch:
             return list(request.prompt_ids)
         return self.text.encode(request.prompt_text or "")
 
-    def _tokenized(self, exchange: Exchange, result: list[int] | Exception) -> None:
-        self._tokenizing -= exchange.request.n
-        if exchange.state is not State.OPEN:  # the client left while its prompt was in the pool
-            return
+    def _prepared(self, exchange: Exchange, result: list[int] | Exception) -> None:
+        """It has its ids (or cannot have them), and there is a place for it."""
         try:
             if isinstance(result, Exception):
                 raise result
@@ -203,8 +195,14 @@ class Dispatch:
             self._shell.log_exception("a request could not be prepared")
             self._refuse(exchange, InternalError("the request could not be prepared"))
 
+    def note(self, error: EvapError) -> None:
+        """Count the limit of a key that has refused something."""
+        if isinstance(error, RateLimited) and (limit := _KEY_LIMITS.get(error.code or "")) is not None:
+            self.limits[limit] = self.limits.get(limit, 0) + 1
+
     def _refuse(self, exchange: Exchange, error: EvapError) -> None:
-        """Answer with an error before any token."""
+        """Answer with an error, and have the engine forget it."""
+        self.note(error)
         exchange.fail(error)
         self._abandon(exchange)
 
@@ -213,7 +211,8 @@ class Dispatch:
         sampling = self._complete(request.sampling, request.max_tokens, len(prompt_ids))
         check_request(self.replica.info, self.text.eos_ids, sampling, prompt_ids)
         self.replica.check(sampling, prompt_ids)
-        self._admit(request.n)
+        if self.replica.state is not ReplicaState.READY:
+            raise self._unavailable()
         sampling = self.accounting.reserve(exchange, sampling, len(prompt_ids))
         exchange.prompt_ids, exchange.sampling = prompt_ids, sampling
         exchange.choices = [self.steps.add(exchange, index) for index in range(request.n)]
@@ -246,6 +245,7 @@ class Dispatch:
         """StreamCancelled: the engine hears of it at once, also while it is silent."""
         exchange = reply.owner
         if isinstance(exchange, Exchange) and exchange.can(Input.CANCEL):
+            self.room.leave(exchange)
             self.steps.cancel(exchange, reason)
             self._shell.soon(self.steps.settle_ended)
 
@@ -262,6 +262,13 @@ class Dispatch:
         else:
             self._shell.soon(self.steps.settle_ended)
 
+    def prioritized(self, reply: Reply, value: bytes) -> None:
+        """PriorityChanged: what waits here moves; the engine keeps the order that it was given."""
+        exchange = reply.owner
+        if isinstance(exchange, Exchange) and exchange.state is State.OPEN:
+            exchange.priority = terms.priority(exchange.account.account, exchange.head, exchange.request, value)
+            self.room.line.move(exchange, exchange.priority)
+
     def fail_all(self, error: EvapError) -> None:
         """Every open exchange ends with this error (drain deadline)."""
         for exchange in list(self.open):
@@ -270,6 +277,7 @@ class Dispatch:
         self._shell.flush()
 
     def _abandon(self, exchange: Exchange) -> None:
+        self.room.leave(exchange)
         self.steps.abandon(exchange)
         self._shell.soon(self._flush_and_settle)
 
@@ -279,33 +287,9 @@ class Dispatch:
 
     def _settled(self, exchange: Exchange) -> None:
         del self.open[exchange]
-        self._progress.pop(exchange, None)
+        self.upkeep.settled(exchange)
         self.accounting.settled(exchange, exchange.usage(), self._shell.now_ns())
         self._shell.settled(exchange)
-
-    def tick(self) -> None:
-        """Every keepalive period: a streamed answer that has been silent since the last tick gets an SSE comment."""
-        seen: dict[Exchange, int] = {}
-        for exchange in self.open:
-            if exchange.state is State.RUNNING and exchange.request.stream:
-                self.steps.counts(exchange)
-                computed = sum(c.computed for c in exchange.choices)
-                if self._progress.get(exchange) == computed:
-                    exchange.comment()
-                    for choice in exchange.choices:
-                        self.steps.want_rows(choice)
-                seen[exchange] = computed
-        self._progress = seen
-        self._shell.flush()
-        self.steps.settle_ended()
-
-    def overdue(self) -> None:
-        """About once a second: streams whose trailers have waited so long for the engine's last word end without."""
-        late, self._unended = self._unended, [e for e in self.open if e.unended]
-        for exchange in late:
-            exchange.complete(now=True)
-        if late:
-            self._flush_and_settle()
 
     @property
     def ending(self) -> bool:

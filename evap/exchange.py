@@ -33,7 +33,6 @@ from evap.states import TRANSITIONS, Input, State
 
 __all__ = ["Exchange", "Input", "State"]
 
-
 NO_STORE: Final = (b"cache-control", b"no-store")
 #: stop_reason where finish_reason is "length" because the key's budget had no more tokens
 BUDGET_STOP: Final = "evap:budget"
@@ -74,7 +73,7 @@ class Exchange:
         self._marks: deque[tuple[int, ChoiceRun, int]] = deque()
         plain = not request.stop and request.sampling.logprobs is None and not request.echo
         self._scored = "prompt_logprobs" in request.sampling.extra  # the echo waits for its log probabilities
-        self.cache_salt = self.adapter = ""  #: as in GenerateRequest; set before the first submit
+        self.cache_salt, self.adapter, self.priority = "", "", 0  #: as in GenerateRequest; set before the first submit
         #: tokens may be turned into text in any portion size, at any time
         self.plain_text = plain
         self.rows_allowed = (
@@ -97,22 +96,25 @@ class Exchange:
         if index and sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % (1 << 63))
         return GenerateRequest(
-            prompt_ids=self.prompt_ids, sampling=sampling, priority=self.account.priority, cache_salt=self.cache_salt,
+            prompt_ids=self.prompt_ids, sampling=sampling, priority=self.priority, cache_salt=self.cache_salt,
             adapter=self.adapter,
         )  # fmt: skip
 
-    def begin(self) -> None:
-        """Send the head and the first events of a streamed answer at once: proxies see life before the first token."""
+    def announce(self) -> None:
+        """Send the head and the first events of a streamed answer: proxies see life before the first token."""
         self.status = 200
         self.reply.start(200, ((b"content-type", self.renderer.stream_type), NO_STORE, *self.headers))
-        prelude = self.renderer.prelude(self._continuous())
-        if prelude:
-            self._send(prelude)
-        if self.request.echo and self.request.prompt_text is not None and not self._scored:
-            for choice in self.choices:
-                self._send(self.renderer.delta(choice.index, self.request.prompt_text))
-        if self.rows_allowed:
-            for choice in self.choices:
+        self._send(self.renderer.prelude(self._continuous()))
+
+    def begin(self) -> None:
+        """A streamed answer has its choices."""
+        if not self.status:
+            self.announce()
+        echo = self.request.prompt_text if self.request.echo and not self._scored else None
+        for choice in self.choices:
+            if echo is not None:
+                self._send(self.renderer.delta(choice.index, echo))
+            if self.rows_allowed:
                 choice.row = self.renderer.row(choice.index)
                 # Made now, while it knows where the prompt ends: a prompt may end inside a character or before a word.
                 self._detokenizer(choice)

@@ -119,7 +119,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_ids: list[int]
     sampling: SamplingParams
-    #: Lower is sooner (vLLM's sense); from RFC 9218 urgency.
+    #: Lower is sooner (vLLM's sense); of the key, RFC 9218's urgency, or the body: see `waiting.rank`.
     priority: int = 0
     #: Separates tenants' prefix caches; derived from the key by evap, never from the client.
     cache_salt: str = ""
@@ -166,6 +166,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: None: as many as the context leaves.
     max_tokens: int | None = None
     n: int = 1
+    #: The body's own (vLLM's): lower is sooner; None: what the header says.
+    priority: int | None = None
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True

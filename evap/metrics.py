@@ -9,7 +9,8 @@ Everything that is counted is a `Snapshot`, and snapshots add up: several proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -43,7 +44,7 @@ CHOICES: Final = (1, 2, 5, 10, 20)
 #: Why an exchange ended, as a label: a closed list, so that no client can make new series.
 ENDS: Final = frozenset((
     "stop", "length", "budget", "client_reset", "client_gone", "stalled", "protocol_error", "drain", "draining",
-    "engine_failed", "deadline_exceeded", "internal_error", "refused",
+    "engine_failed", "deadline_exceeded", "ttft_timeout", "internal_error", "refused",
 ))  # fmt: skip
 #: Why a generation ended, in vLLM's words.
 REASONS: Final = ("stop", "length", "abort", "error")
@@ -65,6 +66,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "evap_exchanges": Family("counter", "Exchanges settled, by why they ended", "end"),
     "evap_tokens": Family("counter", "Tokens of settled exchanges, by what was counted", "kind"),
     "evap_choices": Family("counter", "Generations ended, by why", "reason"),
+    "evap_limit": Family("counter", "What a limit has refused, ended or closed, by limit", "limit"),
     "evap_generated_tokens": Family("counter", "Tokens that engines have given, as they come"),
     "evap_started_prompt_tokens": Family("counter", "Prompt tokens of exchanges that have their first token"),
     "evap_started_cached_tokens": Family("counter", "Of those, tokens found in the prefix cache"),
@@ -182,6 +184,8 @@ class Metrics:
         self.histograms = {name: Histogram(f.bounds) for name, f in FAMILIES.items() if f.kind == "histogram"}
         self.histograms["evap_time_to_first_token_seconds"] = self.live.first
         self.histograms["evap_inter_token_seconds"] = self.live.gaps.histogram
+        #: limit -> how often; what several say of one limit is added
+        self.limits: list[Mapping[str, int]] = []
         self._read: dict[str, tuple[Family, Callable[[], float]]] = {}
         self._model = model
         self.registry = CollectorRegistry()
@@ -241,7 +245,11 @@ class Metrics:
         live.gaps.fold()
         for histogram in self.histograms.values():
             histogram.fold()
+        limits: Counter[str] = Counter()
+        for counts in self.limits:
+            limits.update(counts)
         values: dict[str, dict[str, float]] = {
+            "evap_limit": dict(limits),
             "evap_requests": {str(status): n for status, n in self.statuses.items()},
             "evap_exchanges": dict(self.ends),
             "evap_tokens": dict(self.tokens),

@@ -83,16 +83,25 @@ def _ms(ns: int) -> float:
 def watch(metrics: Metrics, dispatch: Dispatch, shared: Shared, engine: EngineConfig) -> None:
     """Gauges and counters that are read at each scrape."""
 
+    gauge, counter, replica = metrics.gauge, metrics.counter, dispatch.replica
+
     def busy() -> float:
         return float(dispatch.steps.slots.size - dispatch.steps.slots.free)
 
-    gauge, counter, replica = metrics.gauge, metrics.counter, dispatch.replica
+    def runs() -> float:
+        return float(replica.info.max_running if replica.state is ReplicaState.READY else engine.max_running)
+
+    def waiting() -> float:
+        return max(0.0, busy() - runs()) + len(dispatch.room.line)
+
     gauge("open_exchanges", "Requests that are not settled", lambda: float(len(dispatch.open)))
-    gauge("running", "Generations in the engine", lambda: min(busy(), float(engine.max_running)))
-    gauge("waiting", "Generations that wait for a place", lambda: max(0.0, busy() - engine.max_running))
+    gauge("running", "Generations in the engine", lambda: min(busy(), runs()))
+    gauge("waiting", "Requests that wait for a place in the engine", waiting)
+    gauge("waiting_tokens", "Prompt tokens of these, estimated", lambda: float(dispatch.room.line.tokens))
     gauge("connections", "Open connections", lambda: float(shared.connections))
     gauge("body_bytes", "Request bytes held", lambda: float(shared.body_bytes))
     gauge("ready", "1 if the engine is ready", lambda: float(replica.state is ReplicaState.READY))
+    metrics.limits += (dispatch.limits, shared.limits)
     counter("violations", "Connections closed for breaking the protocol", lambda: float(shared.violations))
     counter("log_lines_dropped", "Log lines that nobody read in time", lambda: float(logs.dropped()))
     for name, text in ENGINE_COUNTERS.items():

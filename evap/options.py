@@ -38,7 +38,14 @@ _LIST: Final = tuple[str, ...]
 _KINDS: Final = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", _LIST: "a list of texts",
 }  # fmt: skip
-_UNITS: Final = (("_per_s", ""), ("_ms", "MS"), ("_s", "SECONDS"), ("_mb", "MB"), ("_bytes", "BYTES"))
+_UNITS: Final = (
+    ("_per_s", ""),
+    ("_requests", "N"),
+    ("_ms", "MS"),
+    ("_s", "SECONDS"),
+    ("_mb", "MB"),
+    ("_bytes", "BYTES"),
+)
 _TRUTH: Final = {
     "1": True,
     "true": True,

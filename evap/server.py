@@ -37,6 +37,7 @@ from evap.protocol.listening import Listener
 from evap.protocol.rows import RowTable
 from evap.protocol.tls import ServerTls
 from evap.protocol.transport import Hub
+from evap.waiting import AHEAD
 
 logger = logging.getLogger("evap.server")
 #: threads that tokenize large prompts
@@ -164,6 +165,7 @@ class Server:
             config, text=built.text, replica=built.replica, rows=self.rows, model=built.model,
             shell=Shell(
                 now_ns=time.monotonic_ns, wall_s=time.time, in_pool=self._in_pool, soon=self._loop.call_soon,
+                later=self._loop.call_later,
                 flush=self._flush, settled=observer.settled, log_exception=logger.exception, send_error=send_error,
             ),
             accounting=self.accounting, live=self.metrics.live,
@@ -226,6 +228,7 @@ class Server:
         if state is ReplicaState.READY:
             self.dispatch.engine_ready()
         if state is ReplicaState.FAILED:
+            self.dispatch.engine_lost()
             logger.error("engine: %s", line)
         elif line:
             logger.info("engine: %s", line)
@@ -250,7 +253,7 @@ class Server:
         while True:
             await asyncio.sleep(period or 60.0)
             if period:
-                self.dispatch.tick()
+                self.dispatch.upkeep.tick()
 
     async def _watch(self) -> None:
         """A working engine without progress hangs; slow readers' accounts are kept up to date."""
@@ -264,7 +267,7 @@ class Server:
                     "the engine %s", "has work and makes no progress" if self.heartbeat.hung else "moves again"
                 )
             dispatch.accounting.tick(list(dispatch.open))
-            dispatch.overdue()
+            dispatch.upkeep.overdue()
 
     def _signalled(self, number: signal.Signals) -> None:
         if self._stop.is_set():
@@ -295,4 +298,6 @@ class Server:
 
 
 def _slots(engine: EngineConfig) -> int:
-    return min(1 << 16, engine.max_running + engine.max_queued + engine.max_choices)
+    """Enough for all that the engine may be given at once (see `waiting.py`), with one request of many choices."""
+    runs = max(engine.max_running, engine.max_num_seqs) * engine.replicas
+    return min(1 << 16, runs + runs // AHEAD + 1 + engine.max_choices)

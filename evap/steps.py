@@ -59,6 +59,9 @@ class Steps:
         #: batches so far: an engine with work for which this stands still hangs
         self.batches = 0
         self._table, self._pages = table, pages
+        #: called at the end of a batch in which the engine has given slots back
+        self.freed: Callable[[], None] | None = None
+        self._given_back = False
         self._slowed: list[ChoiceRun] = []
         self._left: list[ChoiceRun] = []
         #: which slots take token ids instead of text
@@ -135,7 +138,7 @@ class Steps:
 
     def _release(self, choice: ChoiceRun) -> None:
         """The engine has confirmed the end: the slot may be used again."""
-        choice.released = True
+        choice.released = self._given_back = True
         if self._raw[choice.slot]:
             self._raw[choice.slot] = False
             self._raw_count -= 1
@@ -171,6 +174,10 @@ class Steps:
             self.settle_ended()
         if self._left:
             self._keep_counts()
+        if self._given_back:
+            self._given_back = False
+            if self.freed is not None:
+                self.freed()
 
     def _keep_counts(self) -> None:
         """Slots that were given back may be used again from here on; what is not settled keeps its counts."""

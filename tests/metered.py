@@ -55,6 +55,7 @@ class Metered:
             self.config, text=SyntheticText(), replica=self.replica, rows=RowTable(SLOTS), model="synthetic",
             shell=Shell(
                 now_ns=self._now_ns, wall_s=lambda: WALL_S + self.loop.now, soon=self.loop.call_soon,
+                later=self.loop.call_later,
                 in_pool=self._in_pool, flush=lambda: None,
                 settled=self.settled.append, log_exception=pytest.fail, send_error=send_error,
             ),

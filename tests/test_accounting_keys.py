@@ -147,7 +147,7 @@ def test_priority_reaches_the_engine(make: Make, monkeypatch: pytest.MonkeyPatch
     seen: list[int] = []
     monkeypatch.setattr(it.replica, "submit", lambda slot, generation, request: seen.append(request.priority))
     it.ask(key="vip")
-    assert seen == [-3]
+    assert seen == [-24]
 
 
 # Operations

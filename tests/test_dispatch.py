@@ -12,7 +12,7 @@ from evap.app import send_error
 from evap.config import Config, EngineConfig, ProtocolConfig
 from evap.dispatch import Dispatch, Shell
 from evap.engine.synthetic import SyntheticReplica, SyntheticText
-from evap.errors import ContextOverflow, Draining, EngineUnavailable, InvalidRequest, NotFound, Overloaded
+from evap.errors import ContextOverflow, Draining, EngineUnavailable, InvalidRequest, NotFound, RateLimited
 from evap.exchange import Exchange, State
 from evap.messages import Usage
 from evap.protocol.api.router import dialects
@@ -39,6 +39,7 @@ class House:
             config, text=SyntheticText(), replica=self.replica, rows=RowTable(256), model="synthetic",
             shell=Shell(
                 now_ns=lambda: int(self.loop.now * 1e9), wall_s=lambda: 1.7e9, soon=self.loop.call_soon,
+                later=self.loop.call_later,
                 in_pool=lambda work, back: self.pool.append((work, back)), flush=lambda: None,
                 settled=lambda e: self.settled.append((e, e.usage())), log_exception=self.log.append,
                 send_error=send_error,
@@ -178,7 +179,7 @@ def test_a_client_that_leaves_during_tokenization(house: House) -> None:
     house.loop.run()
     assert house.end(reply) == "client_gone"
     assert not house.dispatch.open
-    assert house.dispatch._tokenizing == 0
+    assert house.dispatch.room._tokenizing == 0
 
 
 def test_a_tokenizer_that_fails_is_a_500_and_nothing_leaks(house: House) -> None:
@@ -262,10 +263,10 @@ def test_refused_before_anything(house: House, fields: dict[str, Any], error: ty
 
 
 def test_admission_is_bounded() -> None:
-    house = House(max_running=2, max_queued=3)
+    house = House(max_running=2, max_queued_requests=3)
     for _ in range(5):
         house.ask(stream=True)
-    with pytest.raises(Overloaded):
+    with pytest.raises(RateLimited):
         house.ask(stream=True)
     house.loop.run()
     assert len(house.settled) == 5
@@ -310,7 +311,7 @@ def test_a_silent_stream_gets_comments_that_nobody_counts() -> None:
     reply = house.ask(stream=True)
     for _ in range(3):
         house.loop.run(15.0)
-        house.dispatch.tick()
+        house.dispatch.upkeep.tick()
     assert reply.body.count(b": waiting\n\n") == 2
     house.loop.run()
     assert reply.reasons() == [(0, "stop")]

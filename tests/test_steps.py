@@ -161,9 +161,9 @@ def test_who_takes_no_trailers_does_not_wait() -> None:
 def test_an_engine_that_says_nothing_is_not_waited_for_long() -> None:
     house = Quiet()
     reply, slot, generation = stopped(house, te="trailers")
-    house.dispatch.overdue()
+    house.dispatch.upkeep.overdue()
     assert not reply.ended
-    house.dispatch.overdue()
+    house.dispatch.upkeep.overdue()
     assert reply.ended
     assert reply.trailers[b"evap-usage-computed"] == b"2"
     house.batch((slot, generation, 0, 2, Finish.CANCELLED | NO_TOKEN))
@@ -175,7 +175,7 @@ def test_a_reset_while_the_end_waits() -> None:
     reply, slot, generation = stopped(house, te="trailers")
     house.dispatch.cancelled(reply, "client_reset")
     house.batch((slot, generation, 0, 2, Finish.CANCELLED | NO_TOKEN))
-    house.dispatch.overdue()
+    house.dispatch.upkeep.overdue()
     assert house.end(reply) == "client_reset"
     assert not reply.ended
     assert not house.dispatch.ending

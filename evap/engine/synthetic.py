@@ -145,6 +145,7 @@ class SyntheticReplica:
         self._become(ReplicaState.READY, "synthetic engine, no model")
 
     async def stop(self) -> None:
+        self.state = ReplicaState.STOPPED
         self._drop_all()
         self._become(ReplicaState.STOPPED, "")
 
@@ -174,6 +175,7 @@ class SyntheticReplica:
 
     def fail(self, reason: str, restart_s: float | None = None) -> None:
         """Die: every generation ends with ERROR. With restart_s, be READY again after so many seconds."""
+        self.state = ReplicaState.FAILED  # first, or what is told of the end would be given new work
         self._drop_all()
         self._become(ReplicaState.FAILED, reason)
         if restart_s is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -27,7 +27,8 @@ MINUTE_NS: Final = 60_000_000_000
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True):
-    """What a key may do, in the key file and in memory. 0: no limit. priority: lower is sooner."""
+    """What a key may do, in the key file and in memory. 0: no limit. priority: lower is sooner, before all that a
+    request says. most_urgent: the lowest urgency (RFC 9218) that its requests may claim."""
 
     models: tuple[str, ...] = ("*",)
     requests_per_minute: int = 0
@@ -36,6 +37,7 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_day: int = 0
     tokens_per_month: int = 0
     priority: int = 0
+    most_urgent: Annotated[int, msgspec.Meta(ge=0, le=7)] = 0
     admin: bool = False
 
 
@@ -155,10 +157,6 @@ class Ticket:
         self.last_ns = max(self.last_ns, last_ns)
         if first_ns:
             self.first_ns = min(self.first_ns or first_ns, first_ns)
-
-    @property
-    def priority(self) -> int:
-        return self.account.key.priority if self.account is not None else 0
 
 
 def periods(wall_s: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@
     tokens_per_day = 1_000_000
     tokens_per_month = 20_000_000
     priority = 0                # lower is sooner
+    most_urgent = 0             # lowest u= of a priority header that its requests may claim
     admin = false               # sees everybody's usage
     revoked = false
 

@@ -16,6 +16,7 @@ LIMITS: Final = {
     "tokens_per_day": "tokens per day (UTC)",
     "tokens_per_month": "tokens per month (UTC)",
     "priority": "lower is sooner (default 0)",
+    "most_urgent": "lowest urgency (0 to 7) that its requests may claim (default 0)",
 }
 
 

@@ -110,7 +110,15 @@ class PeerGone:
     error: str = ""
 
 
-Event = RequestReady | StreamCancelled | WindowOpened | PeerGone
+@dataclass(frozen=True, slots=True)
+class PriorityChanged:
+    """PRIORITY_UPDATE for a request that was handed over (RFC 9218 7): the field value, not validated."""
+
+    reply: Reply
+    value: bytes
+
+
+Event = RequestReady | StreamCancelled | WindowOpened | PriorityChanged | PeerGone
 
 
 class Core(Protocol):

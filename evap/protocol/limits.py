@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from ipaddress import IPv6Address
 from typing import Final
 
 from evap.config import ProtocolConfig
@@ -43,6 +44,13 @@ NS: Final = 1_000_000_000
 LINGER_NS: Final = NS
 LINGER_BYTES: Final = 64 << 20
 NEVER: Final = 1 << 62
+#: The names of all limits of the wire, as they are counted: a closed list.
+LIMITS: Final = (
+    "connections", "connections_per_address", "streams", "open_streams", "header_list", "header_bytes", "body_size",
+    "body_bytes", "resets", "control_frames", "window_updates", "late_frames", "refused_streams", "header_block",
+    "settings", "preface_timeout", "settings_timeout", "header_timeout", "body_timeout", "stall_timeout",
+    "idle_timeout",
+)  # fmt: skip
 
 
 def to_ns(seconds: float) -> int:
@@ -56,6 +64,23 @@ def tick_period_s(config: ProtocolConfig) -> float:
         config.body_timeout_s, config.idle_timeout_s,
     )  # fmt: skip
     return min(1.0, max(0.02, shortest / 2))
+
+
+def network_of(peer: str) -> str:
+    """Whom a peer's address stands for: an IPv4 host, an IPv6 /64 (what one subscriber has), "" where it is unknown.
+
+    peer: as `sockets.address` writes it: host:port, [host]:port, or "" (a UNIX socket).
+    """
+    if not peer.startswith("["):
+        return peer.rpartition(":")[0]
+    host = peer[1:].partition("]")[0].partition("%")[0]
+    try:
+        address = IPv6Address(host)
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(IPv6Address(int(address) >> 64 << 64))
 
 
 class TokenBucket:
@@ -139,6 +164,11 @@ class Shared:
     requests: int = 0
     refused: int = 0
     violations: int = 0
+    #: limit of LIMITS -> how often it has refused, ended or closed something.
+    limits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 0))
+
+    def hit(self, limit: str) -> None:
+        self.limits[limit] += 1
 
     def date(self, now_ns: int) -> bytes:
         return self.dates.at((now_ns + self.wall_offset_ns) // NS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evap.config import ProtocolConfig
-from evap.protocol.limits import NS, Budgets, Shared, TokenBucket, WriteProgress, to_ns
+from evap.protocol.limits import NS, Budgets, Shared, TokenBucket, WriteProgress, network_of, to_ns
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
@@ -67,3 +68,20 @@ def test_the_date_follows_the_wall_clock() -> None:
     shared.wall_offset_ns = 784_111_777 * NS
     assert shared.date(0) == b"Sun, 06 Nov 1994 08:49:37 GMT"
     assert shared.date(to_ns(1.5)) == b"Sun, 06 Nov 1994 08:49:38 GMT"
+
+
+@pytest.mark.parametrize(
+    ("peer", "network"),
+    [
+        ("", ""),
+        ("10.0.0.1:443", "10.0.0.1"),
+        ("[2001:db8:1:2:3:4:5:6]:443", "2001:db8:1:2::"),
+        ("[2001:db8:1:2::9]:1", "2001:db8:1:2::"),
+        ("[fe80::1%eth0]:1", "fe80::"),
+        ("[::ffff:10.0.0.1]:1", "10.0.0.1"),
+        ("[::1]:1", "::"),
+        ("[nonsense]:1", "nonsense"),
+    ],
+)
+def test_whom_an_address_stands_for(peer: str, network: str) -> None:
+    assert network_of(peer) == network

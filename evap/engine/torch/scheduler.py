@@ -24,9 +24,9 @@ from evap.engine.torch.cache import BlockPool, chain_hash, root_hash
 from evap.messages import Finish, GenerateRequest
 
 #: Places in the queue that one level of priority is worth.
-OVERTAKE = 64
+OVERTAKE = 8
 #: Levels beyond this are as good as this.
-MAX_PRIORITY = 16
+MAX_PRIORITY = 128
 #: A prefill chunk is never cut below this many tokens by its cost.
 MIN_CHUNK = 16
 

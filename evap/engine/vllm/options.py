@@ -151,6 +151,8 @@ def _from_flags(config: EngineConfig) -> dict[str, str]:
         if value != getattr(defaults, flag):
             found[key] = str(value).lower() if isinstance(value, bool) else str(value)
     found["max_num_seqs"] = str(config.max_num_seqs or config.max_running)
+    if "scheduling_policy" not in pairs(config.vllm_arg):
+        found["scheduling_policy"] = "priority"  # of equal priorities the first comes first, as ever
     if config.max_model_len:
         found["max_model_len"] = str(config.max_model_len)
     if config.kv_cache_mb:

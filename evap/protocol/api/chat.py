@@ -103,6 +103,7 @@ class Chat:
             sampling=fields.sampling(request, _logprobs_asked(request), extra),
             max_tokens=limit if limit is not None else request.max_tokens,
             n=request.n or 1,
+            priority=request.priority,
             stop=fields.stops(request.stop),
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,

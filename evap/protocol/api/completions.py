@@ -60,6 +60,7 @@ class Completions:
             sampling=fields.sampling(request, request.logprobs, extra),
             max_tokens=request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS,
             n=request.n or 1,
+            priority=request.priority,
             stop=fields.stops(request.stop),
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,

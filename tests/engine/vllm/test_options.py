@@ -28,6 +28,8 @@ def test_evaps_flags_arrive(tiny: Path) -> None:
     assert (found.tensor_parallel_size, found.gpu_memory_utilization, found.quantization) == (2, 0.5, "fp8")
     assert (found.kv_cache_dtype, found.max_num_seqs, found.enforce_eager) == ("fp8", 7, True)
     assert (found.dtype, found.max_model_len, found.kv_cache_memory_bytes) == ("float32", 512, 3 << 20)
+    assert found.scheduling_policy == "priority"
+    assert args(tiny, vllm_arg=("scheduling-policy=fcfs",)).scheduling_policy == "fcfs"
     assert found.disable_log_stats
 
 

@@ -1,0 +1,143 @@
+"""From a parsed request to its first slot: straight through while the engine has places, else in `admission.py`'s line.
+
+The engine is given as many generations as it runs at once, and a few more so that a place that becomes free is taken in
+the same step; all others wait here, where order is fair and a request that is cancelled or late costs the engine
+nothing. Large prompts are tokenized in the pool, POOL_AT_ONCE at a time, in that order too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from evap.admission import OCTETS_PER_TOKEN, Admission, Stage, pushed_out
+from evap.config import EngineConfig
+from evap.errors import EvapError
+from evap.exchange import Exchange
+from evap.protocol.limits import network_of
+from evap.slots import SlotTable
+
+#: prompts in bodies shorter than this are tokenized on the loop: a thread switch would cost more
+INLINE_BODY_BYTES: Final = 8 << 10
+#: Prompts in the pool's hands; more would only wait in its own line, which is not fair.
+POOL_AT_ONCE: Final = 4
+#: Requests started in one go when places become free; then other work of the loop has its turn.
+STARTS_PER_PASS: Final = 16
+#: One place in so many is given to the engine beyond what it runs.
+AHEAD: Final = 8
+
+InPool = Callable[[Callable[[], Any], Callable[[Any], None]], None]
+
+
+class WaitingRoom:
+    """tokenize: in any thread; its result or exception goes to `prepared`, on the loop. refuse: answer with an error.
+
+    Each exchange that `enter` takes is prepared or refused, once, unless it is taken out with `leave`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, slots: SlotTable[Any], now_ns: Callable[[], int], in_pool: InPool,
+        soon: Callable[[Callable[[], None]], object], tokenize: Callable[[Exchange], Sequence[int]],
+        prepared: Callable[[Exchange, Any], None], refuse: Callable[[Exchange, EvapError], None],
+        counts: dict[str, int],
+    ) -> None:  # fmt: skip
+        self.line = Admission[Exchange](config.max_queued_requests, config.max_queued_tokens, counts)
+        self._slots = slots
+        self._max_choices = config.max_choices
+        self._now_ns, self._in_pool, self._soon = now_ns, in_pool, soon
+        self._tokenize, self._prepared, self._refuse = tokenize, prepared, refuse
+        self._tokenizing = 0
+        self._ids: dict[Exchange, Sequence[int]] = {}  # of those that were tokenized before their place was free
+        self._pumping = False
+        self.places = 0
+        self.engine_runs(config.max_running)
+
+    def engine_runs(self, generations: int) -> None:
+        """How many the engine runs at once. A request of many choices may exceed the places, never the slots."""
+        size = self._slots.size
+        self.places = min(generations + generations // AHEAD, max(size // 2, size - self._max_choices))
+
+    def check(self, flow: Hashable, octets: int, *, pooled: bool) -> None:
+        """Raises RateLimited or Overloaded for a request that may not wait, by the octets of its body."""
+        if not self.straight(pooled):
+            self.line.check(flow, octets // OCTETS_PER_TOKEN, self._now_ns())
+
+    def enter(self, exchange: Exchange, flow: Hashable, octets: int, *, pooled: bool) -> None:
+        """After `check`, and with nothing in between that waits."""
+        straight = self.straight(pooled)
+        if straight and not pooled:
+            self._prepare(exchange)
+            return
+        stage = Stage.HAND if straight else Stage.PROMPTS if pooled else Stage.ENGINE
+        tokens, n = octets // OCTETS_PER_TOKEN, exchange.request.n
+        for other in self.line.join(exchange, flow, exchange.priority, tokens, n, stage):
+            self._ids.pop(other, None)
+            self._refuse(other, pushed_out(self.line.retry_after_s(self._now_ns())))
+        if straight:
+            self._to_pool(exchange)
+
+    def leave(self, exchange: Exchange) -> None:
+        """It is cancelled, refused or late. No-op for one that does not wait."""
+        if self.line.leave(exchange):
+            self._ids.pop(exchange, None)
+
+    def pump(self) -> None:
+        """Places have become free."""
+        if self._pumping or not self.line.waiting(Stage.ENGINE):
+            return
+        self._pumping = True  # a place that is given back at once must not start another loop in this one
+        try:
+            for _ in range(STARTS_PER_PASS):
+                if not self.line.waiting(Stage.ENGINE) or not self._place():
+                    return
+                self._start(self.line.take(Stage.ENGINE, self._now_ns()))
+            self._soon(self.pump)
+        finally:
+            self._pumping = False
+
+    def _start(self, exchange: Exchange) -> None:
+        self.line.leave(exchange)
+        ids = self._ids.pop(exchange, None)
+        if ids is not None:
+            self._prepared(exchange, ids)
+        else:
+            self._prepare(exchange)
+
+    def _place(self) -> bool:
+        return self._slots.size - self._slots.free < self.places
+
+    def straight(self, pooled: bool) -> bool:
+        """Nobody is before it: neither in line for the pool or for the engine, nor in all of its places."""
+        if pooled:
+            return self._tokenizing < POOL_AT_ONCE and not self.line.waiting(Stage.PROMPTS)
+        return self._place() and not self.line.waiting(Stage.ENGINE)
+
+    def _prepare(self, exchange: Exchange) -> None:
+        try:
+            ids: Sequence[int] | Exception = self._tokenize(exchange)
+        except Exception as error:  # noqa: BLE001 - judged by `prepared`, as when it comes from the pool
+            ids = error
+        self._prepared(exchange, ids)
+
+    def _to_pool(self, exchange: Exchange) -> None:
+        self._tokenizing += 1
+        self._in_pool(lambda: self._tokenize(exchange), partial(self._tokenized, exchange))
+
+    def _tokenized(self, exchange: Exchange, result: Sequence[int] | Exception) -> None:
+        self._tokenizing -= 1
+        if self.line.waiting(Stage.PROMPTS):
+            self._to_pool(self.line.take(Stage.PROMPTS, self._now_ns()))
+        if exchange not in self.line:
+            return  # the client left while its prompt was in the pool
+        if isinstance(result, Exception) or self.straight(pooled=False):
+            self.line.leave(exchange)
+            self._prepared(exchange, result)
+        else:
+            self._ids[exchange] = result
+            self.line.put(exchange, Stage.ENGINE)
+
+
+def flow_of(key_id: str, peer: str, connection: object) -> Hashable:
+    """For whom shares are counted: a key; without keys a client's network; where that is unknown a connection."""
+    return key_id or network_of(peer) or id(connection)

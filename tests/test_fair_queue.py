@@ -1,0 +1,164 @@
+"""The order in which requests leave: nobody is lost, nobody goes twice, nobody waits for more than his turn."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from evap.fair_queue import OVERTAKE, FairQueue
+
+
+def everything(queue: FairQueue[int]) -> list[int]:
+    return [queue.pop() for _ in range(len(queue))]
+
+
+def test_one_flow_is_first_come_first_served() -> None:
+    queue = FairQueue[int]()
+    for number in range(10):
+        queue.push(number, "a", 0, cost=number % 3 + 1)
+    assert everything(queue) == list(range(10))
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+def test_a_single_request_waits_for_one_of_a_thousand() -> None:
+    queue = FairQueue[int]()
+    for number in range(1000):
+        queue.push(number, "hog", 0, cost=1 + number % 5)
+    for _ in range(10):
+        queue.pop()
+    queue.push(-1, "other", 0)
+    assert -1 in [queue.pop() for _ in range(2)]
+
+
+def test_a_request_of_many_choices_misses_as_many_turns() -> None:
+    queue = FairQueue[str]()
+    for number in range(8):
+        queue.push(f"wide {number}", "wide", 0, cost=4)
+    for number in range(32):
+        queue.push(f"plain {number}", "plain", 0)
+    order = [queue.pop() for _ in range(10)]
+    assert [name.split()[0] for name in order] == ["wide", *["plain"] * 4, "wide", *["plain"] * 4]
+
+
+def test_who_leaves_the_ring_for_a_moment_still_pays() -> None:
+    """A flow with one wide request at a time is no better off than one that queues them all."""
+    queue = FairQueue[int]()
+    for number in range(100):
+        queue.push(number, "plain", 0)
+    queue.push(1000, "wide", 0, cost=10)
+    served = 0
+    for _ in range(40):
+        entry = queue.pop()
+        if entry >= 1000:
+            served += 1
+            queue.push(1000 + served, "wide", 0, cost=10)
+    assert served == 4
+
+
+def test_urgency_goes_first_and_nobody_starves() -> None:
+    queue = FairQueue[int]()
+    for number in range(100):
+        queue.push(number, "a", 3)
+        queue.push(1000 + number, "b", 0)
+    order = everything(queue)
+    late = [place for place, entry in enumerate(order) if entry < 1000]
+    assert late[:3] == [OVERTAKE, 2 * OVERTAKE + 1, 3 * OVERTAKE + 2]
+    assert [entry for entry in order if entry < 1000] == list(range(100))
+
+
+def test_remove_and_level() -> None:
+    queue = FairQueue[int]()
+    for number in range(5):
+        queue.push(number, "a", number % 2)
+    assert queue.level(3) == 1
+    assert queue.remove(3)
+    assert not queue.remove(3)
+    assert 3 not in queue
+    assert everything(queue) == [0, 2, 4, 1]
+    assert not queue._levels
+    with pytest.raises(KeyError):
+        queue.level(3)
+
+
+def test_an_entry_waits_once() -> None:
+    queue = FairQueue[int]()
+    queue.push(1, "a", 0)
+    with pytest.raises(ValueError, match="already"):
+        queue.push(1, "b", 2)
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=6), st.integers(20, 120))
+def test_backlogged_flows_get_equal_shares(costs: list[int], pops: int) -> None:
+    """Flow i has entries of costs[i] without end: what they were served differs by the largest cost at most."""
+    queue = FairQueue[tuple[int, int]]()
+    for flow, cost in enumerate(costs):
+        for number in range(pops):
+            queue.push((flow, number), flow, 0, cost)
+    served = Counter[int]()
+    for _ in range(pops):
+        flow, _ = queue.pop()
+        served[flow] += costs[flow]
+        assert max(served.values()) - min(served[f] for f in range(len(costs))) <= max(costs) + 1
+
+
+class Machine(RuleBasedStateMachine):
+    """Against the plainest model: sets of what waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = FairQueue[int]()
+        self.waiting: dict[int, tuple[int, int]] = {}  # entry -> flow, level
+        self.number = 0
+        self.passed: dict[int, int] = defaultdict(int)  # level -> pops of more urgent ones while it waits
+
+    @rule(flow=st.integers(0, 4), level=st.integers(-3, 3), cost=st.integers(0, 50))
+    def push(self, flow: int, level: int, cost: int) -> None:
+        self.number += 1
+        self.queue.push(self.number, flow, level, cost)
+        self.waiting[self.number] = flow, level
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def pop(self) -> None:
+        entry = self.queue.pop()
+        flow, level = self.waiting.pop(entry)
+        older = [e for e, where in self.waiting.items() if where == (flow, level) and e < entry]
+        assert not older, "first come first served within a flow"
+        levels = {where[1] for where in self.waiting.values()}
+        if not all(level <= other for other in levels):
+            assert self.passed[level] >= OVERTAKE, "only one that has waited long enough goes before a more urgent one"
+        self.passed[level] = 0
+        for other in levels:
+            if other > level:
+                self.passed[other] += 1
+            assert self.passed[other] <= 2 * OVERTAKE + len(levels)
+        for gone in set(self.passed) - levels:
+            del self.passed[gone]
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(sorted(self.waiting)))
+        assert self.queue.remove(entry)
+        _, level = self.waiting.pop(entry)
+        if all(where[1] != level for where in self.waiting.values()):
+            self.passed.pop(level, None)
+
+    @invariant()
+    def the_same_wait(self) -> None:
+        assert len(self.queue) == len(self.waiting)
+        assert all(entry in self.queue for entry in self.waiting)
+
+    def teardown(self) -> None:
+        left = {self.queue.pop() for _ in range(len(self.waiting))}
+        assert left == set(self.waiting), "nobody is lost, nobody goes twice"
+        assert not self.queue._levels
+        assert not self.queue._order
+
+
+TestMachine = Machine.TestCase

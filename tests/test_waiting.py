@@ -1,0 +1,312 @@
+"""Between a parsed request and the engine: who goes first, and what ends a wait."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from evap.errors import Draining, InvalidRequest, Overloaded, RateLimited
+from evap.exchange import State
+from evap.messages import GenerateRequest
+from evap.protocol.api.router import dialects
+from tests.fakes import FakeReply, head
+from tests.test_dispatch import House
+
+
+class Line(House):
+    """An engine with one place, and clients with addresses. `started` names the prompts in the engine's order."""
+
+    def __init__(self, **engine: Any) -> None:
+        super().__init__(**{"max_running": 1, "synthetic_tokens": 2, **engine})
+        self.started: list[str] = []
+        submit = self.replica.submit
+
+        def spy(slot: int, generation: int, request: GenerateRequest) -> None:
+            self.started.append(self.dispatch.text.decode(request.prompt_ids).strip())
+            submit(slot, generation, request)
+
+        self.replica.submit = spy  # type: ignore[method-assign]
+
+    def send(
+        self, text: str, peer: str = "10.0.0.1:1", headers: dict[str, str] | None = None, **fields: Any
+    ) -> FakeReply:  # fmt: skip
+        reply = FakeReply(self.core, next(self._streams))
+        at = head("POST", "/v1/completions", **(headers or {}))
+        object.__setattr__(at, "peer", peer)
+        body = {"prompt": text, "stream": True, "max_tokens": 2, **fields}
+        self.dispatch.generate(reply, at, json.dumps(body).encode(), dialects()["completions"])
+        return reply
+
+    @property
+    def waiting(self) -> int:
+        return len(self.dispatch.room.line)
+
+    def code(self, reply: FakeReply) -> str:
+        code: str = json.loads(reply.body)["error"]["code"]
+        return code
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+def test_an_idle_engine_is_given_a_request_at_once(line: Line) -> None:
+    line.send("a")
+    assert line.started == ["a"]
+    line.send("b")
+    assert (line.started, line.waiting) == (["a"], 1)
+    line.loop.run()
+    assert (line.started, line.waiting) == (["a", "b"], 0)
+
+
+def test_nothing_is_tokenized_or_given_a_slot_while_it_waits(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    line.send("a")
+    seen: list[str] = []
+    encode = line.dispatch.text.encode
+
+    def spy(text: str) -> list[int]:
+        seen.append(text)
+        return encode(text)
+
+    monkeypatch.setattr(line.dispatch.text, "encode", spy)
+    reply = line.send("b")
+    assert not seen
+    assert line.dispatch.steps.slots.free == 255
+    assert reply.status == 0, "an error can still be a status"
+    line.loop.run()
+    assert seen == ["b"]
+    assert reply.ended
+
+
+def test_one_caller_with_hundreds_delays_another_by_one(line: Line) -> None:
+    for number in range(300):
+        line.send(f"hog{number}")
+    line.send("other", peer="10.0.0.2:1")
+    line.send("same host", peer="10.0.0.2:2")
+    line.loop.run()
+    assert line.started.index("other") == 2
+    assert line.started.index("same host") == 4
+    assert len(line.settled) == 302
+
+
+def test_urgency_orders_the_queue(line: Line) -> None:
+    line.send("running")
+    line.send("ordinary")
+    line.send("background", headers={"priority": "u=7, i"})
+    line.send("urgent", headers={"priority": "u=0"})
+    line.send("malformed", headers={"priority": "u=0 or so"})
+    line.send("body", priority=-1)
+    line.send("body before header", priority=5, headers={"priority": "u=0"})
+    line.loop.run()
+    assert line.started[1:] == [
+        "urgent", "body", "ordinary", "malformed", "background", "body before header",
+    ]  # fmt: skip
+
+
+def test_a_priority_update_moves_what_waits(line: Line) -> None:
+    line.send("running")
+    replies = [line.send(name) for name in ("a", "b", "c")]
+    line.dispatch.prioritized(replies[2], b"u=1")
+    line.dispatch.prioritized(replies[0], b"u=6")
+    line.dispatch.prioritized(replies[1], b"nonsense(")
+    line.loop.run()
+    assert line.started[1:] == ["c", "b", "a"]
+    line.dispatch.prioritized(replies[0], b"u=0")  # over: nothing happens
+
+
+def test_a_full_queue_pushes_back_on_who_fills_it() -> None:
+    line = Line(max_queued_requests=3)
+    line.send("running")
+    mine = [line.send(f"mine{number}") for number in range(3)]
+    with pytest.raises(RateLimited) as refused:
+        line.send("one more")
+    assert refused.value.retry_after_s
+    line.send("other", peer="10.0.0.2:1")
+    assert mine[-1].status == 429
+    assert mine[-1].headers[b"retry-after"]
+    assert line.code(mine[-1]) == "queue_share"
+    line.send("third", peer="10.0.0.3:1")
+    with pytest.raises(Overloaded):
+        line.send("fourth", peer="10.0.0.4:1")
+    line.loop.run()
+    assert line.started == ["running", "mine0", "other", "third"]
+    assert line.dispatch.limits == {"queue_share": 1, "queue_full": 1, "queue_pushed_out": 2}
+    assert sum(usage.prompt + usage.computed for _, usage in line.settled if not usage.delivered) == 0
+
+
+def test_prompts_are_a_limit_before_they_are_tokens() -> None:
+    line = Line(max_queued_tokens=1000)
+    line.send("running")
+    line.send("x" * 3000)
+    with pytest.raises(RateLimited):
+        line.send("y" * 3000)
+
+
+def test_large_prompts_take_turns_in_the_pool_and_then_in_the_engine(line: Line) -> None:
+    line.send("running")
+    large = [line.send(f"large{number} " + "x" * 20_000) for number in range(6)]
+    other = line.send("other " + "x" * 20_000, peer="10.0.0.2:1")
+    assert len(line.pool) == 4, "the rest waits where order is fair"
+    names = []
+    while line.pool:
+        work, back = line.pool.pop(0)
+        ids = work()
+        names.append(line.dispatch.text.decode(ids).strip().split()[0])
+        back(ids)
+    assert names == ["large0", "large1", "large2", "large3", "large4", "other", "large5"]
+    line.loop.run()
+    assert all(reply.ended for reply in (*large, other))
+    assert [name.split()[0] for name in line.started[:3]] == ["running", "large0", "other"]
+
+
+def test_a_request_that_leaves_while_it_waits_costs_the_engine_nothing(line: Line) -> None:
+    line.send("running")
+    replies = [line.send(name) for name in ("a", "b", "c")]
+    line.dispatch.cancelled(replies[1], "client_reset")
+    assert line.waiting == 2
+    line.loop.run()
+    assert line.started == ["running", "a", "c"]
+    usage = line.usage(replies[1])
+    assert (usage.prompt, usage.computed, usage.delivered) == (0, 0, 0)
+    assert line.end(replies[1]) == "client_reset"
+
+
+def test_what_waits_when_a_drain_begins_is_served(line: Line) -> None:
+    line.send("running")
+    reply = line.send("a")
+    line.dispatch.draining = True
+    with pytest.raises(Draining):
+        line.send("late")
+    line.loop.run()
+    assert reply.reasons() == [(0, "length")]
+
+
+def test_what_still_waits_at_the_end_of_a_drain_is_told(line: Line) -> None:
+    line.send("running", max_tokens=1000, ignore_eos=True)
+    reply = line.send("a")
+    line.dispatch.draining = True
+    line.dispatch.fail_all(Draining("the server shut down before this answer was complete", retry_after_s=5))
+    line.loop.run()
+    assert (reply.status, line.code(reply), line.waiting) == (503, "draining", 0)
+    assert line.started == ["running"]
+    assert not line.dispatch.open
+
+
+def test_an_engine_that_dies_takes_no_waiting_request_with_it(line: Line) -> None:
+    """They are told to go elsewhere, and none of them reaches the engine that is about to be gone."""
+    line.send("running")
+    reply = line.send("a")
+    line.replica.listen(line.dispatch.steps.on_batch, lambda state, text: line.dispatch.engine_lost())
+    line.replica.fail("broken", restart_s=1.0)
+    assert (reply.status, line.code(reply)) == (503, "engine_unavailable")
+    line.loop.run()
+    assert line.started == ["running"]
+    assert line.send("b").started
+
+
+def test_a_long_wait_shows_life(line: Line) -> None:
+    line.send("running", max_tokens=1000, ignore_eos=True)
+    streamed, whole = line.send("a"), line.send("b", stream=False)
+    line.dispatch.upkeep.tick()
+    assert streamed.status == 0
+    line.dispatch.upkeep.tick()
+    assert (streamed.status, streamed.body) == (200, b"")
+    line.dispatch.upkeep.tick()
+    assert streamed.body == b": waiting\n\n"
+    assert whole.status == 0
+    line.loop.run()
+    assert streamed.reasons() == [(0, "length")]
+    assert whole.status == 200
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", "604800001", "9" * 11, "1e3", "٣"])
+def test_a_malformed_deadline_is_refused(line: Line, value: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        line.send("a", headers={"evap-deadline-ms": value})
+    assert refused.value.param == "evap-deadline-ms"
+    assert not line.dispatch.open
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_that_passes_in_the_queue(line: Line, stream: bool) -> None:
+    line.send("running", max_tokens=200, ignore_eos=True)
+    reply = line.send("a", headers={"evap-deadline-ms": "50"}, stream=stream)
+    line.loop.run(0.049)
+    assert reply.status == 0
+    line.loop.run(0.002)
+    assert (reply.status, line.code(reply)) == (504, "deadline_exceeded")
+    assert reply.headers[b"x-should-retry"] == b"false"
+    line.loop.run()
+    assert line.started == ["running"], "it never reached the engine"
+    usage = line.usage(reply)
+    assert (usage.prompt, usage.computed, usage.emitted, usage.delivered) == (0, 0, 0, 0)
+    assert line.dispatch.limits == {"deadline": 1}
+
+
+def test_a_deadline_that_passes_in_a_stream(line: Line) -> None:
+    reply = line.send("a", headers={"evap-deadline-ms": "50"}, max_tokens=1000, ignore_eos=True)
+    line.loop.run()
+    assert reply.status == 200
+    assert reply.events[-2]["error"]["code"] == "deadline_exceeded"
+    assert reply.events[-1] == "[DONE]"
+    assert line.cancelled, "the engine has stopped"
+    usage = line.usage(reply)
+    assert 30 < usage.delivered == usage.emitted < 60
+    assert line.dispatch.steps.slots.free == 256
+
+
+def test_a_deadline_that_passes_in_a_whole_answer(line: Line) -> None:
+    reply = line.send("a", headers={"evap-deadline-ms": "50"}, max_tokens=1000, ignore_eos=True, stream=False)
+    line.loop.run()
+    assert (reply.status, line.code(reply)) == (504, "deadline_exceeded")
+    assert line.usage(reply).delivered == 0
+
+
+def test_a_deadline_that_is_kept(line: Line) -> None:
+    reply = line.send("a", headers={"evap-deadline-ms": "500"})
+    line.loop.run()
+    assert reply.reasons() == [(0, "length")]
+    assert not len(line.dispatch.upkeep._deadlines)
+    assert not line.dispatch.limits
+
+
+def test_no_first_token_in_time(line: Line) -> None:
+    """A worker that has vanished between selection and first token, and whoever waits behind it."""
+    line = Line(ttft_timeout_s=5.0)
+    line.replica.hang()
+    streamed, behind = line.send("a"), line.send("b", stream=False)
+    line.loop.run(4.9)
+    line.dispatch.upkeep.overdue()
+    assert streamed.events == []
+    line.loop.run(0.2)
+    line.dispatch.upkeep.overdue()
+    assert streamed.events[-2]["error"]["code"] == "ttft_timeout"
+    assert (behind.status, line.code(behind)) == (504, "ttft_timeout")
+    assert line.dispatch.limits == {"ttft": 2}
+    line.loop.run(0.1)
+    assert [e.state for e in line.dispatch.open] == [State.ANSWERED], "its slot is the engine's until it says otherwise"
+    line.replica.resume()
+    line.loop.run()
+    assert not line.dispatch.open
+    assert line.usage(streamed).computed == 0
+
+
+def test_a_first_token_in_time_is_all_that_is_asked() -> None:
+    line = Line(ttft_timeout_s=0.1)
+    reply = line.send("a", max_tokens=500, ignore_eos=True)
+    for _ in range(10):
+        line.loop.run(0.1)
+        line.dispatch.upkeep.overdue()
+    assert reply.reasons() == [(0, "length")]
+    unlimited = Line(ttft_timeout_s=0)
+    unlimited.replica.hang()
+    unlimited.send("a")
+    unlimited.loop.run(1e6)
+    unlimited.dispatch.upkeep.overdue()
+    assert not unlimited.dispatch.limits
