@@ -69,8 +69,7 @@ class Exchange:
         self._text = text
         self._buffer = stream_buffer
         self._queued = 0  # body bytes given to the reply
-        # (queued bytes, choice, tokens) not yet known delivered
-        self._marks: deque[tuple[int, ChoiceRun, int]] = deque()
+        self._marks: deque[tuple[int, ChoiceRun, int]] = deque()  # (queued bytes, choice, tokens) not known delivered
         plain = not request.stop and request.sampling.logprobs is None and not request.echo
         self._scored = "prompt_logprobs" in request.sampling.extra  # the echo waits for its log probabilities
         self.cache_salt, self.adapter, self.priority = "", "", 0  #: as in GenerateRequest; set before the first submit
