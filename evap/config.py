@@ -37,6 +37,8 @@ class ServerConfig:
     log_level: str = opt("info", "least severe level that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = opt("text", "log lines for people or for machines", choices=("text", "json"))
     log_requests: bool = opt(True, "a log line for each request; without, only for those that the server failed")
+    otel_endpoint: str = opt("", "OTLP/HTTP collector that is sent a span for each request, e.g. http://localhost:4318")
+    otel_sample: float = opt(1.0, "share of traces that are recorded, of those that begin here", low=0, high=1)
     drain_timeout_s: float = opt(30.0, "seconds that running streams may take after SIGTERM", low=0)
 
 

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from evap import epilogue
 from evap.choice import ChoiceRun, logprob_text
 from evap.engine.interface import Detokenizer, Text
 from evap.errors import EngineFailed, EvapError
@@ -27,8 +28,8 @@ from evap.messages import (
 )
 from evap.metering.accounts import Ticket
 from evap.protocol.api.dialect import Renderer
-from evap.protocol.api.usage import trailers
 from evap.protocol.events import HeaderList, Reply, RequestHead
+from evap.protocol.trace_context import TraceContext
 from evap.states import TRANSITIONS, Input, State
 
 __all__ = ["Exchange", "Input", "State"]
@@ -58,6 +59,7 @@ class Exchange:
         self.sampling = request.sampling
         self.choices: list[ChoiceRun] = []
         self.cached = 0
+        self.trace: TraceContext | None = None
         self.opened_ns = opened_ns
         self.submitted_ns = 0  #: when the engine was given it; 0: never
         self.first_ns = 0
@@ -263,7 +265,7 @@ class Exchange:
     def _closing(self) -> bytes:
         """What follows the last choice's finish_reason."""
         usage = self.renderer.usage(self.usage()) if self.request.include_usage else b""
-        return usage + self.renderer.done()
+        return usage + epilogue.comment(self) + self.renderer.done()
 
     def _answer(self, reason: str) -> None:
         self.end = reason
@@ -276,7 +278,8 @@ class Exchange:
             body = self.renderer.whole([c.answer(echoed, scored=scored) for c in self.choices], self.usage())
             self.status = 200
             self._queued += len(body)
-            self.reply.whole(200, ((b"content-type", self.renderer.whole_type), *self.headers), body)
+            kind = (b"content-type", self.renderer.whole_type)
+            self.reply.whole(200, (kind, *self.headers, *epilogue.headers(self)), body)
             for choice in self.choices:
                 self._mark(choice, choice.emitted)
         self.move(Input.ANSWER)
@@ -285,7 +288,7 @@ class Exchange:
         """End a stream that is all written. Trailers wait for the engine's last word on every choice (after a stop
         string it computes for a step more), unless it must be `now`."""
         if self.unended:
-            fields = self._trailers()
+            fields = epilogue.trailers(self)
             if now or not fields or all(c.final for c in self.choices):
                 self.unended = False
                 self.reply.end(fields)
@@ -327,14 +330,6 @@ class Exchange:
     def ending(self) -> str:
         """Why it ended, as accounts say it: "budget" where the key's budget made the length."""
         return "budget" if self.end == "length" and self.account.capped else self.end
-
-    def _trailers(self) -> HeaderList:
-        """Usage as it is once the client has read to its end; for a client that takes trailers (RFC 9110 6.5.1)."""
-        if self.reply.version != "2" or self.head.get(b"te") is None:
-            return ()
-        usage = self.usage()
-        given = min(usage.emitted, sum(c.marked + c.row_delivered for c in self.choices))
-        return trailers(self.renderer.id, msgspec.structs.replace(usage, delivered=given), self.ending)
 
     def _continuous(self) -> Usage | None:
         return self.usage() if self.request.continuous_usage else None

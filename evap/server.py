@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from evap import banner, logs
+from evap import banner, logs, tracing
 from evap.accounting import Accounting
 from evap.app import App, send_error
 from evap.coalesce import Coalescer
@@ -73,6 +73,7 @@ class Server:
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="evap-usage")
         self.accounting: Accounting | None = None
         self.tls: ServerTls | None = None
+        self.tracer = tracing.start(config.server.otel_endpoint) if config.server.otel_endpoint else None
         self.heartbeat = Heartbeat(int(config.meter.hang_timeout_s * 1e9))
 
     async def main(self) -> int:
@@ -91,6 +92,8 @@ class Server:
                 return await self._serve(built)
             finally:
                 await self._loop.run_in_executor(None, accounting.close)
+                if self.tracer is not None:
+                    await self._loop.run_in_executor(None, self.tracer.close)
         finally:
             listening.close_all(self.listeners)
             for pool in (self._pool, self._readers):
@@ -158,7 +161,7 @@ class Server:
         self.metrics = Metrics(built.model, _slots(config.engine))
         observer = Observer(
             self.metrics, model=built.model, now_ns=time.monotonic_ns, wall_s=time.time,
-            log_requests=config.server.log_requests,
+            log_requests=config.server.log_requests, tracer=self.tracer,
         )  # fmt: skip
         self.rows = RowTable(_slots(config.engine))
         self.dispatch = Dispatch(
@@ -181,7 +184,7 @@ class Server:
         if config.protocol.coalesce_ms:
             on_batch = Coalescer(config.protocol.coalesce_ms / 1e3, on_batch, self._loop.call_later).on_batch
         built.replica.listen(on_batch, self._engine_state)
-        watch(self.metrics, self.dispatch, self.hub.shared, config.engine)
+        watch(self.metrics, self.dispatch, self.hub.shared, config.engine, self.tracer)
 
     # What dispatch asks of the loop
 

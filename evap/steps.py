@@ -56,6 +56,7 @@ class Steps:
         #: int32: tokens that have come from the engine, by slot
         self._computed = table.computed if table is not None else np.zeros(rows.max_slots, np.int32)
         self._live = live or Live(rows.max_slots)
+        self._at_ns = 0  # when the last tokens came
         #: batches so far: an engine with work for which this stands still hangs
         self.batches = 0
         self._table, self._pages = table, pages
@@ -218,6 +219,7 @@ class Steps:
     def _count(self, batch: TokenBatch) -> None:
         """Records with a token each: how many, when, and which exchanges have their first."""
         now_ns, live = self._now_ns(), self._live
+        self._at_ns = now_ns
         for slot in batch.slot[np.flatnonzero(batch.index == 0)].tolist():
             choice = self.slots.owner[slot]
             if choice is not None and not choice.exchange.first_ns:
@@ -259,6 +261,7 @@ class Steps:
             if choice is None:
                 continue
             self._sync(choice)
+            choice.exchange.account.last_ns = self._at_ns
             entries = [logprobs[i] for i in numbers] if logprobs is not None else None
             choice.exchange.take(choice, [tokens[i] for i in numbers], entries)
             if self._table is not None and choice.exchange.request.stream:
