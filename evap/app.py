@@ -20,6 +20,7 @@ from evap.protocol.api import health, models
 from evap.protocol.api.router import Match, dialects, route
 from evap.protocol.events import (
     Event,
+    HeaderList,
     PeerGone,
     PriorityChanged,
     Reply,
@@ -28,17 +29,17 @@ from evap.protocol.events import (
     StreamCancelled,
     WindowOpened,
 )
-from evap.protocol.headers import JSON, error_body, error_headers, wire_code
+from evap.protocol.headers import JSON, echoed, error_body, error_headers, wire_code
 from evap.usage import Background, UsagePages
 
 logger = logging.getLogger("evap.app")
 _JSON_HEADERS: Final = ((b"content-type", JSON),)
 
 
-def send_error(reply: Reply, error: EvapError) -> int:
-    """Answer with `error` as a whole; returns the status."""
+def send_error(reply: Reply, error: EvapError, headers: HeaderList = ()) -> int:
+    """Answer with `error` as a whole, and `headers` in its head; returns the status."""
     status = wire_code(error)[0]
-    reply.whole(status, error_headers(error), error_body(error))
+    reply.whole(status, [*error_headers(error), *headers], error_body(error))
     return status
 
 
@@ -64,7 +65,7 @@ class App:
         self._hung = hung
         self._usage = UsagePages(
             dispatch.accounting, counts=dispatch.steps.counts, background=background, send_error=send_error,
-            policy=config.meter.billable,
+            policy=config.meter.billable, answered=metrics.answered,
         )  # fmt: skip
         #: last line that the replica said of itself, for /ready
         self.detail = ""
@@ -123,10 +124,17 @@ class App:
             self._metrics.answered(503)
         except EvapError as error:
             self._dispatch.note(error)
-            self._metrics.answered(send_error(reply, error))
+            self._refuse(reply, head, error)
         except Exception:
             logger.exception("a request handler failed")
-            self._metrics.answered(send_error(reply, InternalError("the server failed to handle this request")))
+            self._refuse(reply, head, InternalError("the server failed to handle this request"))
+
+    def _refuse(self, reply: Reply, head: RequestHead, error: EvapError) -> None:
+        try:
+            headers = echoed(head)
+        except EvapError:
+            headers = ()
+        self._metrics.answered(send_error(reply, error, headers))
 
     def _answer(self, reply: Reply, body: bytes, status: int = 200) -> None:
         reply.whole(status, _JSON_HEADERS, body)
@@ -161,6 +169,7 @@ class App:
         self._answer(reply, models.model_body(self._cards(), found.argument))
 
     def _metrics_page(self, reply: Reply, head: RequestHead, found: Match) -> None:
+        self._metrics.answered(200)
         reply.whole(200, ((b"content-type", CONTENT_TYPE),), self._metrics.render())
 
     def _options(self, reply: Reply, head: RequestHead, found: Match) -> None:

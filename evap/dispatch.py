@@ -34,7 +34,8 @@ from evap.metrics import Live
 from evap.protocol import trace_context
 from evap.protocol.api.dialect import Dialect
 from evap.protocol.api.media import check_body, negotiate
-from evap.protocol.events import Reply, RequestHead
+from evap.protocol.events import HeaderList, Reply, RequestHead
+from evap.protocol.headers import echoed
 from evap.protocol.rows import RowTable
 from evap.protocol.trace_context import TraceContext
 from evap.steps import Steps
@@ -63,8 +64,8 @@ class Shell:
     flush: Callable[[], None]
     settled: Callable[[Exchange], None]
     log_exception: Callable[[str], None]
-    #: answer with a whole error; returns the status
-    send_error: Callable[[Reply, EvapError], int]
+    #: answer with a whole error, and more fields for its head; returns the status
+    send_error: Callable[[Reply, EvapError, HeaderList], int]
 
 
 class Dispatch:
@@ -125,7 +126,7 @@ class Dispatch:
         self, reply: Reply, head: RequestHead, body: bytes, dialect: Dialect, account: Account | None = None
     ) -> None:
         """Validate, admit, tokenize, submit. Raises EvapError for what is refused at once (the caller answers)."""
-        headers = terms.echoed(head)
+        headers = echoed(head)
         deadline_ms = terms.deadline_ms(head)
         check_body(head.get(b"content-type"), head.get(b"content-encoding"))
         request = dialect.parse(body, max_choices=self._config.engine.max_choices)

@@ -29,6 +29,7 @@ from evap.messages import (
 from evap.metering.accounts import Ticket
 from evap.protocol.api.dialect import Renderer
 from evap.protocol.events import HeaderList, Reply, RequestHead
+from evap.protocol.headers import echoed
 from evap.protocol.trace_context import TraceContext
 from evap.states import TRANSITIONS, Input, State
 
@@ -45,8 +46,8 @@ class Exchange:
 
     def __init__(
         self, *, reply: Reply, head: RequestHead, request: ParsedRequest, renderer: Renderer, text: Text,
-        headers: HeaderList, send_error: Callable[[Reply, EvapError], int], stream_buffer: int, opened_ns: int,
-        account: Ticket | None = None,
+        headers: HeaderList, send_error: Callable[[Reply, EvapError, HeaderList], int], stream_buffer: int,
+        opened_ns: int, account: Ticket | None = None,
     ) -> None:  # fmt: skip
         self.reply = reply
         self.head = head
@@ -299,7 +300,7 @@ class Exchange:
             return
         self.end = error.code or "error"
         if self.status == 0:
-            self.status = self._send_error(self.reply, error)
+            self.status = self._send_error(self.reply, error, echoed(self.head))
         elif self.kind == "sse":
             for choice in self.choices:
                 choice.held.clear()

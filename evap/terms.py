@@ -1,4 +1,4 @@
-"""What the head of a request says of how it is to be served: its id, how long it is of use, how urgent it is."""
+"""What the head of a request says of how it is to be served: how long it is of use, how urgent it is."""
 
 from __future__ import annotations
 
@@ -7,23 +7,12 @@ from typing import Final
 from evap.errors import InvalidRequest
 from evap.messages import ParsedRequest
 from evap.metering.accounts import Account
-from evap.protocol.events import HeaderList, RequestHead
+from evap.protocol.events import RequestHead
 from evap.protocol.priority import DEFAULT_URGENCY, URGENCIES, parse
 
-MAX_REQUEST_ID_BYTES: Final = 128
 MAX_DEADLINE_MS: Final = 7 * 86_400_000
 #: A body's `priority` beyond this is as good as this.
 LATEST: Final = 60
-
-
-def echoed(head: RequestHead) -> HeaderList:
-    """A client's X-Request-Id is echoed and never used as a key. Raises InvalidRequest for one that is too long."""
-    request_id = head.get(b"x-request-id")
-    if request_id is None:
-        return ()
-    if len(request_id) > MAX_REQUEST_ID_BYTES:
-        raise InvalidRequest(f"X-Request-Id is longer than {MAX_REQUEST_ID_BYTES} bytes", param="x-request-id")
-    return ((b"x-request-id", request_id),)
 
 
 def deadline_ms(head: RequestHead) -> int:

@@ -38,10 +38,12 @@ class UsagePages:
         counts: Callable[[Exchange], None],
         background: Background,
         send_error: Callable[[Reply, EvapError], int],
+        answered: Callable[[int], None] = lambda status: None,
         policy: str,
     ) -> None:
         self._accounting = accounting
         self._counts, self._background, self._send_error = counts, background, send_error
+        self._answered = answered  # told the status of each answer
         self._policy = policy
 
     def one(self, reply: Reply, id: str, account: Account | None) -> None:
@@ -138,15 +140,17 @@ class UsagePages:
         if not _visible(fields["key"], account):
             raise api.unknown(fields["id"])
         reply.whole(200, _HEADERS, api.one_body(fields))
+        self._answered(200)
 
     def _reply(self, reply: Reply, result: bytes | Exception) -> None:
         if isinstance(result, bytes):
             reply.whole(200, _HEADERS, result)
+            self._answered(200)
         elif isinstance(result, EvapError):
-            self._send_error(reply, result)
+            self._answered(self._send_error(reply, result))
         else:
             logger.error("a usage query failed: %s", result)
-            self._send_error(reply, InternalError("the ledger could not be read"))
+            self._answered(self._send_error(reply, InternalError("the ledger could not be read")))
 
 
 def _visible(key: str, account: Account | None) -> bool:

@@ -52,6 +52,12 @@ def test_every_route_but_health_asks_for_a_key(make: Make) -> None:
     assert it.records()[0].key == "alice"
 
 
+def test_only_the_probes_are_public() -> None:
+    """A route without a key is a decision, made here: vLLM's --api-key left several open."""
+    assert {path for path, route in ROUTES.items() if route.public} == {"/health", "/ready"}
+    assert not any(route.public for route in PREFIXES.values())
+
+
 def test_a_model_that_a_key_may_not_use(make: Make) -> None:
     it = make(key_settings={"alice": {"models": ["other"]}})
     reply = it.ask(key="alice")

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from evap import errors as e
-from evap.protocol.events import HeaderList
+from evap.protocol.events import HeaderList, RequestHead
 
 NO_ERROR: Final = 0x0
 PROTOCOL_ERROR: Final = 0x1
@@ -58,6 +58,7 @@ ERRORS: Final[dict[type[e.EvapError], tuple[int, int]]] = {
 }
 
 JSON: Final = b"application/json"
+MAX_REQUEST_ID_BYTES: Final = 128
 
 
 class BadHeader(ValueError):
@@ -114,6 +115,17 @@ def _duration(seconds: float) -> bytes:
     if seconds < 60:
         return b"%gs" % round(seconds, 3)
     return b"%dm%ds" % divmod(int(seconds + 0.999), 60)
+
+
+def echoed(head: RequestHead) -> HeaderList:
+    """The client's X-Request-Id, for the answer's head and nothing else: it is never used as a key, and stands in no
+    event of a stream. Raises InvalidRequest for a long one."""
+    request_id = head.get(b"x-request-id")
+    if request_id is None:
+        return ()
+    if len(request_id) > MAX_REQUEST_ID_BYTES:
+        raise e.InvalidRequest(f"X-Request-Id is longer than {MAX_REQUEST_ID_BYTES} bytes", param="x-request-id")
+    return ((b"x-request-id", request_id),)
 
 
 _TOKEN_LOWER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from evap.metering import keys
+from evap.protocol.api.router import PREFIXES, ROUTES
 from tests.support import TIME_FACTOR, Server, running
 
 WAIT_S = 60.0 * TIME_FACTOR
@@ -51,6 +52,22 @@ def test_a_key_file_is_read_again_on_sighup(start_server: StartServer, tmp_path:
         assert http.get("/v1/models").status_code == 200
     assert alice not in server.log
     assert bob not in server.log
+
+
+@pytest.mark.parametrize("http2", [False, True])
+def test_each_route_asks_for_a_key_over_a_socket(start_server: StartServer, tmp_path: Path, http2: bool) -> None:
+    """Every route that the router has, whatever it will have: 401 without a key, with a wrong one, and for HEAD."""
+    file = tmp_path / "keys.toml"
+    keys.create(file, "alice", {})
+    server = start_server("--api-keys", str(file))
+    routes = [*ROUTES.items(), *((prefix + "x", route) for prefix, route in PREFIXES.items())]
+    with httpx.Client(base_url=server.url, http1=not http2, http2=http2, trust_env=False) as http:
+        for path, route in routes:
+            expected = {200, 503} if route.public else {401}
+            for method in (route.method, "HEAD") if route.method == "GET" else (route.method,):
+                assert http.request(method, path).status_code in expected, (method, path)
+                wrong = {"authorization": "Bearer sk-evap-wrong"}
+                assert http.request(method, path, headers=wrong).status_code in expected, (method, path)
 
 
 def test_sighup_without_keys_is_nothing(start_server: StartServer) -> None:
