@@ -27,7 +27,7 @@ def timing(exchange: Exchange) -> bytes:
     from when the whole request was here. b"" when nobody asked."""
     if exchange.head.get(ASKED) != b"1":
         return b""
-    stamps = (("queue", exchange.submitted_ns), ("ttft", exchange.first_ns), ("total", exchange.account.last_ns))
+    stamps = (("queue", exchange.submitted_ns), ("ttft", exchange.first_ns), ("total", exchange.last_ns))
     parts = [f"{name};dur={(at - exchange.opened_ns) / 1e6:.3f}" for name, at in stamps if at]
     if exchange.trace is not None:
         parts.append(f'traceparent;desc="{exchange.trace.traceparent}"')

@@ -63,7 +63,7 @@ class Exchange:
         self.trace: TraceContext | None = None
         self.opened_ns = opened_ns
         self.submitted_ns = 0  #: when the engine was given it; 0: never
-        self.first_ns = 0
+        self.first_ns = self.last_ns = 0  #: when its first and last tokens came
         self.unended = False  #: the answer is all written, and its stream not ended yet: see `complete`
         self.end = ""  #: why it ended: stop, length, client_reset, client_gone, stalled, error codes
         self.status = 0

@@ -56,7 +56,7 @@ class Observer:
 
 def summary(exchange: Exchange, now_ns: int) -> Settled:
     """An exchange as numbers."""
-    opened, first, last = exchange.opened_ns, exchange.first_ns, exchange.account.last_ns
+    opened, first, last = exchange.opened_ns, exchange.first_ns, exchange.last_ns
     without = "error" if exchange.status >= 500 or exchange.end == "engine_failed" else "abort"
     return Settled(
         status=exchange.status or 499, end=exchange.ending, usage=exchange.account.usage,
@@ -98,7 +98,7 @@ def span(exchange: Exchange, model: str, now_ns: int, wall_offset_ns: int) -> En
         "evap.key.id": exchange.account.key_id or None, "error.type": exchange.ending if failed else None,
     }  # fmt: skip
     stamps = (("submitted", exchange.submitted_ns), ("first token", exchange.first_ns),
-              ("last token", exchange.account.last_ns))  # fmt: skip
+              ("last token", exchange.last_ns))  # fmt: skip
     return Ended(
         context=exchange.trace, name=f"{operation} {name}", start_ns=exchange.opened_ns + wall_offset_ns,
         end_ns=now_ns + wall_offset_ns, failed=failed,

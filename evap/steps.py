@@ -251,17 +251,13 @@ class Steps:
         """One call per choice with all its tokens of the step, in order."""
         runs: dict[int, list[int]] = {}
         for number, slot in enumerate(slots):
-            run = runs.get(slot)
-            if run is None:
-                runs[slot] = [number]
-            else:
-                run.append(number)
+            runs.setdefault(slot, []).append(number)
         for slot, numbers in runs.items():
             choice = self.slots.owner[slot]
             if choice is None:
                 continue
             self._sync(choice)
-            choice.exchange.account.last_ns = self._at_ns
+            choice.exchange.last_ns = self._at_ns
             entries = [logprobs[i] for i in numbers] if logprobs is not None else None
             choice.exchange.take(choice, [tokens[i] for i in numbers], entries)
             if self._table is not None and choice.exchange.request.stream:
@@ -304,6 +300,7 @@ class Steps:
         self.rows.leave(slot)
         exchange = choice.exchange
         running = exchange.state is State.RUNNING
+        exchange.last_ns = self._at_ns if running else exchange.last_ns
         counted = self._pages.final(slot, choice.generation, choice.given, finish) if self._pages is not None else None
         if counted is not None:
             choice.computed = counted.computed
