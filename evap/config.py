@@ -59,6 +59,13 @@ class ProtocolConfig:
     max_header_list_bytes: int = opt(32 << 10, "largest header list, as RFC 9113 counts it (431 beyond)", low=1024)
     max_headers: int = opt(100, "most header fields in a request (431 beyond)", low=8)
     max_connections: int = opt(10_000, "most open connections", low=1)
+    max_connections_per_address: int = opt(
+        1_000, "most open connections of one IPv4 address or IPv6 /64 (a proxy needs many); 0: no limit", low=0
+    )
+    max_open_streams: int = opt(20_000, "HTTP/2 streams of all connections together (REFUSED_STREAM beyond)", low=1)
+    max_buffered_header_bytes: int = opt(
+        256 << 20, "octets of request headers held by all connections together (503 beyond)", low=1 << 16
+    )
     max_buffered_body_bytes: int = opt(
         1 << 30, "request bytes held by all connections together (503 beyond)", low=1 << 20
     )

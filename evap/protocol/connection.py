@@ -24,6 +24,7 @@ from evap.protocol.h2seam import ServerConnection
 from evap.protocol.inbound import Inbound
 from evap.protocol.limits import HIGH_WATER, NEVER, Budgets, Shared, WriteProgress, to_ns
 from evap.protocol.outbox import Outbox
+from evap.protocol.spending import spend
 from evap.protocol.stream import Action, Input, State, Stream
 
 SERVER: Final = hpack_out.field(b"server", b"evap")
@@ -156,7 +157,7 @@ class Http2Core:
         return len(self.streams)
 
     def release(self) -> None:  # without cycles the core is freed at once, and no flood makes collections long
-        self.inbound.handlers.clear()
+        self.inbound.release()
         del self.inbound
         self.outbox.release()
         self.wake = self.direct = None
@@ -184,6 +185,7 @@ class Http2Core:
 
     def answer(self, stream: Stream, error: EvapError) -> None:
         """An error of the request, before anybody has it: the rest of the body is not wanted."""
+        self.shared.note(error)
         stream.move(Input.REFUSE)
         self.drop_body(stream)
         status, _ = code.wire_code(error)
@@ -212,8 +214,7 @@ class Http2Core:
 
     def spend_reset(self) -> None:
         """Raises Violation when the client has made us reset too often."""
-        if not self.budgets.resets.take(self.now_ns):
-            raise Violation(code.ENHANCE_YOUR_CALM, "too many streams were reset")
+        spend(self, "resets")
 
     def goodbye(self, error: int, reason: str) -> None:
         """GOAWAY with our reason, and close when it is written."""
@@ -311,7 +312,7 @@ class Http2Core:
             self.farewell.step(self)
 
     def _fail(self, violation: Violation) -> None:
-        self.shared.violations += 1
+        self.shared.violation(violation.limit)
         self.goodbye(violation.code, violation.reason)
         self.cancel_all("protocol_error")
 
@@ -339,6 +340,7 @@ class Http2Core:
         self.drop_body(stream)
         if stream.delivered:
             self.farewell.answered_ns = self.now_ns
+        self.shared.closed(stream.head_bytes)
         del self.streams[stream.stream_id]
         self.conn.closed_one()
         if not self.streams:

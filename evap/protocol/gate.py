@@ -46,12 +46,15 @@ ENCODER_TABLE_MAX: Final = 4096
 
 
 class Violation(Exception):
-    """A connection error (RFC 9113 5.4.1): the code for GOAWAY and a reason without any of the peer's bytes."""
+    """A connection error (RFC 9113 5.4.1): the code for GOAWAY and a reason without any of the peer's bytes.
 
-    def __init__(self, code: int, reason: str) -> None:
+    limit: of limits.LIMITS, if it was one that was overrun."""
+
+    def __init__(self, code: int, reason: str, limit: str = "") -> None:
         super().__init__(reason)
         self.code = code
         self.reason = reason
+        self.limit = limit
 
 
 class Frame(NamedTuple):
@@ -116,6 +119,11 @@ class Gate:
             return True
         rest = len(self._data) - self._pos
         return (rest > 3 and self._data[self._pos + 3] != DATA) or 0 < rest <= 3
+
+    @property
+    def held(self) -> int:
+        """Octets that wait for more."""
+        return len(self._data) - self._pos + sum(map(len, self._fragments))
 
     def feed(self, data: bytes) -> None:
         """Raises Violation for a wrong preface (RFC 9113 3.4)."""
@@ -194,7 +202,7 @@ class Gate:
         assert started is not None
         self._fragments.append(raw[9:])
         if len(self._fragments) > MAX_CONTINUATIONS + 1 or sum(map(len, self._fragments)) > self._block_limit:
-            raise Violation(code.ENHANCE_YOUR_CALM, "header block too long")
+            raise Violation(code.ENHANCE_YOUR_CALM, "header block too long", "header_block")
         if not flags & END_HEADERS:
             return None
         self._head = None
@@ -228,7 +236,7 @@ class SettingsFilter:
         """(the frame for h2, what is in it). Raises Violation for what h2 does not check."""
         count = (len(raw) - 9) // 6
         if count > MAX_SETTINGS:
-            raise Violation(code.ENHANCE_YOUR_CALM, "too many settings in one frame")
+            raise Violation(code.ENHANCE_YOUR_CALM, "too many settings in one frame", "settings")
         entries: dict[int, int] = {}
         for at in range(9, len(raw), 6):
             ident = int.from_bytes(raw[at : at + 2])

@@ -130,7 +130,7 @@ class ServerConnection(H2Connection):
         try:
             return self.request_decoder.fields(block)
         except OversizedHeaderListError as error:
-            raise Violation(code.ENHANCE_YOUR_CALM, "header list far over the limit") from error
+            raise Violation(code.ENHANCE_YOUR_CALM, "header list far over the limit", "header_list") from error
         except HPACKError as error:
             raise Violation(code.COMPRESSION_ERROR, "header block cannot be decoded") from error
 

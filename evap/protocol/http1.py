@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from evap.config import ProtocolConfig
-from evap.errors import ClientError, EvapError
+from evap.errors import ClientError, EvapError, Overloaded, RequestTimeout
 from evap.protocol.events import Event, PeerGone, RequestReady, StreamCancelled, WindowOpened
 from evap.protocol.http1_parse import Head, Refused, request_head
 from evap.protocol.http1_reader import RequestReader, draining
 from evap.protocol.http1_reply import Http1Reply
-from evap.protocol.limits import MIN_PROGRESS, NEVER, Shared, to_ns
+from evap.protocol.limits import MIN_PROGRESS, NEVER, TOO_MANY_HEADERS, Shared, to_ns
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 #: HTTP/1.1 has no flow-control windows: rows see one that no response uses up.
@@ -77,6 +77,7 @@ class Http1Core:
         self._reader = RequestReader(config, self._shared, now_ns)
         self._reply: Http1Reply | None = None
         self._overrun = False  # more was sent ahead than we keep
+        self._held = 0  # of Shared.header_bytes
         self._now_ns = now_ns
         self._out: list[Any] = []
         self._given = 0  # bytes handed to the transport, ever
@@ -94,9 +95,25 @@ class Http1Core:
         self._reader.feed(data, now_ns)
         self._advance(events)
         if self.phase is Phase.REPLY and len(self._reader.pending) > self._config.stream_window_bytes:
-            self._reader.clear()
             self._overrun = True
+        self._hold()
+        if self._overrun:
+            self._reader.clear()
+            self._hold()
         return events
+
+    def _hold(self) -> None:
+        """Count what is received and not read yet, for all connections together: one head too many is refused, and what
+        a client sends ahead is dropped."""
+        size, shared = len(self._reader.pending), self._shared
+        before, self._held = self._held, size
+        shared.header_bytes += size - before
+        if size > before and shared.header_bytes > self._config.max_buffered_header_bytes:
+            if self.phase is Phase.READ:
+                self._fault(Overloaded("too many request headers at once", code=TOO_MANY_HEADERS, retry_after_s=1))
+            else:
+                shared.hit("header_bytes")
+            self._overrun = True
 
     def eof(self, now_ns: int) -> list[Event]:
         self._now_ns = now_ns
@@ -105,6 +122,7 @@ class Http1Core:
             self._cancel("client_gone", events)
             self._move(Input.LOST)
             self._reader.clear()
+            self._hold()
             events.append(PeerGone())
         return events
 
@@ -112,11 +130,13 @@ class Http1Core:
         self._now_ns = now_ns
         events: list[Event] = []
         if self._queued and now_ns >= self._progress_ns + to_ns(self._config.stall_timeout_s):
+            self._shared.hit("stall_timeout")
             self._cancel("stalled", events)
             self._break(reset=True)
         elif self.phase is Phase.READ and now_ns >= self._reader.deadline_ns:
             try:
                 self._reader.expire()
+                self._shared.hit("idle_timeout" if self._reader.served else "preface_timeout")
                 self._move(Input.CLOSE)
             except Refused as refused:
                 self._fault(refused.error)
@@ -146,6 +166,7 @@ class Http1Core:
         if reply.ended and not queued_bytes and not self._out:
             self._turn(reply)
             self._advance(events)
+            self._hold()
         return events
 
     def drain(self, now_ns: int) -> None:
@@ -289,6 +310,10 @@ class Http1Core:
 
     def _fault(self, error: EvapError) -> None:
         """Answer a request that has not been handed over with an error; the connection ends."""
+        if isinstance(error, RequestTimeout) and self._reader.head is None:
+            self._shared.hit("header_timeout")
+        else:
+            self._shared.note(error)
         reply = self._new_reply(self._reader.head)
         self._move(Input.CLOSE)
         self._reader.clear()

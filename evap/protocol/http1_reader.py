@@ -7,7 +7,7 @@ from typing import Final
 from evap.config import ProtocolConfig
 from evap.errors import BodyTooLarge, Draining, Overloaded, RequestTimeout
 from evap.protocol.http1_parse import HEAD_END, ChunkedBody, FixedBody, Head, Refused, check_partial, read_head
-from evap.protocol.limits import Shared, to_ns
+from evap.protocol.limits import TOO_MANY_BODIES, Shared, to_ns
 
 _NO_BODY: Final = FixedBody(0)
 
@@ -81,7 +81,7 @@ class RequestReader:
         for part in self._body.feed(self.pending):
             self._keep(part)
         if self._shared.body_bytes > self._config.max_buffered_body_bytes:
-            raise Refused(Overloaded("too many request bytes are being received; try again later", retry_after_s=1))
+            raise Refused(Overloaded("too many request bytes at once", code=TOO_MANY_BODIES, retry_after_s=1))
         if not self._body.done:
             return None
         request = self.head, b"".join(self._parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -14,8 +13,19 @@ from evap.protocol.gate import Frame, Gate, SettingsFilter, Violation
 from evap.protocol.h2seam import SettingsAcknowledged, StreamReset
 from evap.protocol.hpack_in import Fields, OversizedList
 from evap.protocol.hpack_out import CONTINUE, NO_TABLE
-from evap.protocol.limits import LINGER_BYTES, MAX_FRAME, MAX_FRAMES_AT_ONCE, TINY_DATA, WINDOW_CREDIT, to_ns
+from evap.protocol.limits import (
+    LINGER_BYTES,
+    MAX_FRAME,
+    MAX_FRAMES_AT_ONCE,
+    TINY_DATA,
+    TOO_MANY_BODIES,
+    TOO_MANY_HEADERS,
+    WINDOW_CREDIT,
+    to_ns,
+)  # fmt: skip
+from evap.protocol.priority_frames import Priorities
 from evap.protocol.request_head import Head, Malformed, check_trailers, parse
+from evap.protocol.spending import Held, spend
 from evap.protocol.stream import Action, Input, State, Stream
 
 if TYPE_CHECKING:
@@ -23,9 +33,7 @@ if TYPE_CHECKING:
 
 #: A SETTINGS frame costs about eight times a PING.
 SETTINGS_COST: Final = 4.0
-#: Bytes of a priority field value that are kept.
-MAX_PRIORITY: Final = 64
-_NO_HEAD: Final = Head(RequestHead("", "", "", (), "2", "", "", ""), None, None, False)
+_NO_HEAD: Final = Head(RequestHead("", "", "", (), "2", "", "", ""), None, None, False, 0)
 
 
 class Inbound:
@@ -36,9 +44,10 @@ class Inbound:
         self._conn = core.conn
         self._gate = Gate(core.config.max_header_list_bytes)
         self._filter = SettingsFilter()
+        self._held = Held(core.shared, core.config)
         self.unread = False  # whole frames are left: others get their turn before
         self.partial_ns: int | None = None  # when the frame that is incomplete began to come
-        self.waiting_priorities: dict[int, bytes] = {}  # PRIORITY_UPDATE for streams that are still idle
+        self.priorities = Priorities()
         self._last: tuple[Fields | None, bool, Head] = (None, False, _NO_HEAD)
         self.greeted = False  # the client's first SETTINGS are here
         self.handlers = {
@@ -64,10 +73,19 @@ class Inbound:
             count += 1
         self.unread = count == MAX_FRAMES_AT_ONCE
         if not gate.partial:
-            self.partial_ns = None
-        elif count or self.partial_ns is None:
+            if self.partial_ns is not None:
+                self.partial_ns = None
+                self._held.note(0)
+            return
+        self._held.note(gate.held)
+        if count or self.partial_ns is None:
             self.partial_ns = core.now_ns
             core.arm(core.now_ns + to_ns(core.config.header_timeout_s))
+
+    def release(self) -> None:
+        """The connection is gone."""
+        self._held.note(0)
+        self.handlers.clear()
 
     # --- requests ---
 
@@ -91,9 +109,10 @@ class Inbound:
         core = self._core
         stream = Stream(core, self._conn.open_request(sid, ended=ended), core.now_ns)
         core.streams[sid] = stream
+        core.shared.streams += 1
         if ended:
             stream.move(Input.END)
-        if core.draining or len(core.streams) > core.config.max_concurrent_streams:
+        if core.draining or core.shared.no_stream(len(core.streams), core.config):
             self._refuse(stream)
         elif fields is None:
             core.answer(stream, HeadersTooLarge("the header list is too large"))
@@ -108,8 +127,8 @@ class Inbound:
         core.break_stream(stream, code.REFUSED_STREAM, "")
         if core.settings_acked and not core.draining:
             core.spend_reset()
-        elif not core.budgets.late.take(core.now_ns):
-            raise Violation(code.ENHANCE_YOUR_CALM, "too many streams were refused")
+        else:
+            spend(core, "refused_streams")
 
     def _request(self, stream: Stream, fields: Fields, *, ended: bool) -> None:
         core = self._core
@@ -123,13 +142,11 @@ class Inbound:
                 return
             self._last = (fields, ended, parsed)
         head = parsed.head
-        stream.head = head
+        stream.head = self.priorities.opened(stream, head)
         stream.length = parsed.length
         stream.no_body = head.method == "HEAD"
-        early = self.waiting_priorities.pop(stream.stream_id, None)
-        if early is not None:
-            stream.urgency = early
-            stream.head = replace(head, index={**head.index, b"priority": early})
+        stream.head_bytes = parsed.size
+        core.shared.header_bytes += parsed.size
         refusal = parsed.refusal or self._early(parsed)
         if refusal is not None:
             core.answer(stream, refusal)
@@ -145,6 +162,8 @@ class Inbound:
         core = self._core
         if parsed.length is not None and parsed.length > core.config.max_body_bytes:
             return self._too_large()
+        if core.shared.header_bytes > core.config.max_buffered_header_bytes:
+            return Overloaded("too many request headers at once", code=TOO_MANY_HEADERS, retry_after_s=1.0)
         admit = core.shared.admit
         return admit(parsed.head) if admit is not None else None
 
@@ -174,7 +193,7 @@ class Inbound:
 
     def _late_headers(self, frame: Frame) -> None:
         """On a stream whose request is complete or that is closed: h2 knows which error that is."""
-        self._spend_late()
+        spend(self._core, "late_frames")
         block = frame.block
         flags = gate.END_HEADERS | frame.flags & gate.END_STREAM
         if len(block) > MAX_FRAME:
@@ -188,12 +207,12 @@ class Inbound:
         if stream is None or stream.state is State.ANSWERING:
             if self._conn.is_idle(frame.sid):
                 raise Violation(code.PROTOCOL_ERROR, "DATA on an idle stream")
-            self._spend_late()
+            spend(self._core, "late_frames")
             self._stock(frame.raw)
             return
         payload = gate.strip_padding(frame.raw, frame.flags)
         if len(payload) < TINY_DATA and not ended:
-            self._spend_control()
+            spend(self._core, "control_frames")
         self._conn.body(stream.h2, len(frame.raw) - 9, ended=ended)
         stream.seen_ns = core.now_ns
         if stream.state is State.RECEIVING and not self._keep(stream, payload):
@@ -216,7 +235,7 @@ class Inbound:
         if stream.received > core.config.max_body_bytes:
             core.answer(stream, self._too_large())
         elif core.shared.body_bytes > core.config.max_buffered_body_bytes:
-            core.answer(stream, Overloaded("too many request bodies at once", retry_after_s=1.0))
+            core.answer(stream, Overloaded("too many request bodies at once", code=TOO_MANY_BODIES, retry_after_s=1.0))
         return stream.state is not State.CLOSED
 
     def _had_enough(self, stream: Stream, payload: bytes) -> bool:
@@ -246,7 +265,7 @@ class Inbound:
         self._core.spend_reset()
 
     def _settings(self, frame: Frame) -> None:
-        self._spend_control(SETTINGS_COST)
+        spend(self._core, "control_frames", SETTINGS_COST)
         if frame.flags & gate.ACK:
             self._stock(frame.raw)
             return
@@ -273,13 +292,13 @@ class Inbound:
         raise Violation(code.PROTOCOL_ERROR, "a client cannot push")
 
     def _ping(self, frame: Frame) -> None:
-        self._spend_control()
+        spend(self._core, "control_frames")
         if frame.flags & gate.ACK and frame.raw[9:] == farewell.PING:
             self._core.farewell.heard = True
         self._stock(frame.raw)
 
     def _goaway(self, frame: Frame) -> None:
-        self._spend_control()
+        spend(self._core, "control_frames")
         self._stock(frame.raw)
         self._core.peer_leaving = True
 
@@ -287,8 +306,7 @@ class Inbound:
         core, sid = self._core, frame.sid
         core.budgets.window.give(WINDOW_CREDIT * core.row_frames)
         core.row_frames = 0
-        if not core.budgets.window.take(core.now_ns):
-            raise Violation(code.ENHANCE_YOUR_CALM, "too many WINDOW_UPDATE frames")
+        spend(core, "window_updates")
         if sid and self._conn.is_idle(sid):
             raise Violation(code.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
         stream = core.streams.get(sid) if sid else None
@@ -302,21 +320,12 @@ class Inbound:
             rows.after_window_frame(core, sid)
 
     def _priority_update(self, frame: Frame) -> None:
-        """RFC 9218 7.1. Kept only for open streams, and for as many idle ones as may be opened."""
-        self._spend_control()
-        sid = int.from_bytes(frame.raw[9:13]) & 0x7FFFFFFF
-        if sid == 0:
-            raise Violation(code.PROTOCOL_ERROR, "PRIORITY_UPDATE for stream 0")
-        value = frame.raw[13 : 13 + MAX_PRIORITY]
-        stream = self._core.streams.get(sid)
-        if stream is not None:
-            stream.urgency = value
-        elif self._conn.is_idle(sid) and len(self.waiting_priorities) < self._core.config.max_concurrent_streams:
-            self.waiting_priorities[sid] = value
+        spend(self._core, "control_frames")
+        self.priorities.update(self._core, frame)
 
     def _dropped(self, frame: Frame) -> None:
         """PRIORITY (deprecated, RFC 9113 5.3.2), ALTSVC and ORIGIN (not from clients), unknown types (5.5)."""
-        self._spend_control()
+        spend(self._core, "control_frames")
 
     # --- inside ---
 
@@ -336,11 +345,3 @@ class Inbound:
                     core.spend_reset()
             elif isinstance(event, SettingsAcknowledged):
                 core.settings_acked = True
-
-    def _spend_control(self, cost: float = 1.0) -> None:
-        if not self._core.budgets.control.take(self._core.now_ns, cost):
-            raise Violation(code.ENHANCE_YOUR_CALM, "too many frames without effect")
-
-    def _spend_late(self) -> None:
-        if not self._core.budgets.late.take(self._core.now_ns):
-            raise Violation(code.ENHANCE_YOUR_CALM, "too many frames on closed streams")

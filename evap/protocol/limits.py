@@ -52,6 +52,14 @@ LIMITS: Final = (
     "idle_timeout",
 )  # fmt: skip
 
+#: Codes of errors that are a limit's.
+TOO_MANY_BODIES: Final = "too_many_body_bytes"
+TOO_MANY_HEADERS: Final = "too_many_header_bytes"
+ERROR_LIMITS: Final = {
+    "headers_too_large": "header_list", "body_too_large": "body_size", "request_timeout": "body_timeout",
+    TOO_MANY_BODIES: "body_bytes", TOO_MANY_HEADERS: "header_bytes",
+}  # fmt: skip
+
 
 def to_ns(seconds: float) -> int:
     return int(seconds * NS)
@@ -164,11 +172,66 @@ class Shared:
     requests: int = 0
     refused: int = 0
     violations: int = 0
+    #: Open HTTP/2 streams, and octets of request heads: of open streams, and of those that are not complete.
+    streams: int = 0
+    header_bytes: int = 0
+    #: Network (see `network_of`) -> its open connections; only where there is a limit.
+    networks: dict[str, int] = field(default_factory=dict)
     #: limit of LIMITS -> how often it has refused, ended or closed something.
     limits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 0))
 
     def hit(self, limit: str) -> None:
         self.limits[limit] += 1
+
+    def violation(self, limit: str) -> None:
+        """A connection ends because its peer broke the protocol, or overran a limit."""
+        self.violations += 1
+        if limit:
+            self.hit(limit)
+
+    def note(self, error: EvapError) -> None:
+        """A request is refused by the wire itself."""
+        limit = ERROR_LIMITS.get(error.code or "")
+        if limit is not None:
+            self.hit(limit)
+
+    def arrived(self, peer: str, config: ProtocolConfig) -> bool:
+        """A connection is there. False: it is one too many, and to be turned away (`left` is called all the same)."""
+        self.connections += 1
+        limit = ""
+        if self.connections > config.max_connections:
+            limit = "connections"
+        if config.max_connections_per_address and (network := network_of(peer)):
+            count = self.networks[network] = self.networks.get(network, 0) + 1
+            if count > config.max_connections_per_address:
+                limit = "connections_per_address"
+        if limit:
+            self.hit(limit)
+        return not limit
+
+    def left(self, peer: str) -> None:
+        self.connections -= 1
+        network = network_of(peer)
+        count = self.networks.get(network, 0) - 1
+        if count > 0:
+            self.networks[network] = count
+        else:
+            self.networks.pop(network, None)
+
+    def no_stream(self, own: int, config: ProtocolConfig) -> bool:
+        """A stream that was just opened, the `own`th of its connection, is one too many."""
+        if own > config.max_concurrent_streams:
+            self.hit("streams")
+        elif self.streams > config.max_open_streams:
+            self.hit("open_streams")
+        else:
+            return False
+        return True
+
+    def closed(self, head_bytes: int) -> None:
+        """A stream is over."""
+        self.streams -= 1
+        self.header_bytes -= head_bytes
 
     def date(self, now_ns: int) -> bytes:
         return self.dates.at((now_ns + self.wall_offset_ns) // NS)

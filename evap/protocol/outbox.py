@@ -1,7 +1,9 @@
-"""Everything that is not a row, on its way out: queued bodies become DATA frames, round-robin, within the windows.
+"""Everything that is not a row, on its way out: queued bodies become DATA frames, within the windows.
 
-One turn is one frame of at most 16 KiB, so a large body holds nobody up. A stream without window leaves the ring and
-comes back when its window changes. Output is bounded by what the transport takes: `drain` stops at `room` octets.
+One turn is one frame of at most 16 KiB, so a large body holds nobody up. Streams of lower urgency have their turns
+before others (RFC 9218 10). Equals take turns, whether they say `i` or not: what is streamed here is of use in parts.
+A stream without window leaves its ring and comes back when its window changes. Output is bounded by what the transport
+takes: `drain` stops at `room` octets.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from evap.protocol.stream import State, Stream
 class Outbox:
     """`out` is what the shell writes next, in order; `size` its octets."""
 
-    __slots__ = ("_budgets", "_conn", "_ring", "_sent_end", "out", "size", "table_update")
+    __slots__ = ("_budgets", "_conn", "_rings", "_sent_end", "out", "size", "table_update")
 
     def __init__(self, conn: ServerConnection, budgets: Budgets, sent_end: Callable[[Stream], None]) -> None:
         self._conn = conn
         self._budgets = budgets
         self._sent_end = sent_end
-        self._ring: deque[Stream] = deque()
+        self._rings: dict[int, deque[Stream]] = {}  # by urgency, for those that have any
         self.out: list[bytes | memoryview] = []
         self.size = 0
         #: Octets before the next header block: the client has set HEADER_TABLE_SIZE (RFC 7541 4.2).
@@ -52,25 +54,45 @@ class Outbox:
 
     def release(self) -> None:
         """Nothing is sent any more: hold nobody."""
-        self._ring.clear()
+        self._rings.clear()
         self._sent_end = _nothing
 
     def add(self, stream: Stream) -> None:
         if not stream.queued:
             stream.queued = True
-            self._ring.append(stream)
+            ring = self._rings.get(stream.urgency)
+            if ring is None:
+                ring = self._rings[stream.urgency] = deque()
+            ring.append(stream)
+
+    def move(self, stream: Stream, urgency: int) -> None:
+        """The stream has another urgency from now on."""
+        if stream.queued and stream.urgency != urgency:
+            ring = self._rings[stream.urgency]
+            ring.remove(stream)
+            if not ring:
+                del self._rings[stream.urgency]
+            stream.queued = False
+            stream.urgency = urgency
+            self.add(stream)
+        stream.urgency = urgency
 
     @property
     def pending(self) -> bool:
-        return bool(self._ring)
+        return bool(self._rings)
 
     def drain(self, now_ns: int, room: int) -> list[Stream]:
         """Send what the windows and `room` allow. Returns the streams that had waited and are empty now."""
-        ring = self._ring
         opened: list[Stream] = []
-        if not ring:
-            return opened
-        self.pull()
+        if self._rings:
+            self.pull()
+            for urgency in sorted(self._rings):
+                self._drain_ring(self._rings[urgency], now_ns, room, opened)
+                if not self._rings[urgency]:
+                    del self._rings[urgency]
+        return opened
+
+    def _drain_ring(self, ring: deque[Stream], now_ns: int, room: int, opened: list[Stream]) -> None:
         blocked: list[Stream] = []
         while ring:
             stream = ring.popleft()
@@ -86,7 +108,6 @@ class Outbox:
         for stream in blocked:
             self._settle(stream, now_ns, opened)
         ring.extend(blocked)
-        return opened
 
     def _turn(self, stream: Stream) -> bool:
         """One frame. True if the stream may have another."""

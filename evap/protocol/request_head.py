@@ -20,12 +20,13 @@ class Malformed(Exception):
 
 class Head(NamedTuple):
     """head: what the exchange sees. length: content-length or None. refusal: a well-formed request that is answered at
-    once with this error. wants_continue: it waits for 100 (RFC 9110 10.1.1)."""
+    once with this error. wants_continue: it waits for 100 (RFC 9110 10.1.1). size: octets of names and values."""
 
     head: RequestHead
     length: int | None
     refusal: EvapError | None
     wants_continue: bool
+    size: int
 
 
 CONNECTION_FIELDS: Final = frozenset(
@@ -109,7 +110,8 @@ def parse(fields: Fields, *, peer: str, ended: bool) -> Head:
         peer=peer,
         index=index,
     )
-    return Head(head, length, refusal, expect is not None and refusal is None and not ended)
+    size = sum([len(name) + len(value) for name, value in fields])
+    return Head(head, length, refusal, expect is not None and refusal is None and not ended, size)
 
 
 def _split(fields: Fields) -> tuple[dict[bytes, bytes], Fields]:

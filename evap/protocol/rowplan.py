@@ -56,10 +56,11 @@ class Plan:
     """What a step with these slots does. Arrays have the batch's order; `order` sorts them by format and connection.
 
     need: what a run takes from each record's window cell (n choices of a stream share one). left: runs that the windows
-    have room for; steps: runs that are not settled yet.
+    have room for; steps: runs that are not settled yet. split: connections with rows of several formats, and what they
+    take of its window in all: where that is short, none goes out as a row, and the outbox sends by urgency.
     """
 
-    __slots__ = ("cells", "charges", "left", "need", "order", "parts", "slots", "steps")
+    __slots__ = ("cells", "charges", "left", "need", "order", "parts", "slots", "split", "steps")
 
     def __init__(
         self,
@@ -75,18 +76,30 @@ class Plan:
         self.charges = self.need = charges
         self.parts = parts
         self.left = self.steps = 0
+        self.split = _split(parts) if len(parts) > 1 else []
 
     def run(self, tokens: IntArray, table: npt.NDArray[np.void]) -> BoolArray | None:
         """Give each connection its rows. True, in the batch's order, where a connection refused; None: nowhere."""
         fields = table.take(tokens.take(self.order))
         refused: BoolArray | None = None
+        short = {id(core) for core, charge in self.split if core.connection_window < charge} if self.split else None
         for part in self.parts:
             part.text[:] = fields if len(self.parts) == 1 else fields[part.start : part.end]
             view, width = part.view, part.form.width
             for core, start, end, frames, charge in part.groups:
-                if core.take_rows(bytes(view[start:end]), frames, charge):
+                if not (short and id(core) in short) and core.take_rows(bytes(view[start:end]), frames, charge):
                     continue
                 if refused is None:
                     refused = np.zeros(len(self.slots), np.bool_)
                 refused[self.order[part.start + start // width : part.start + end // width]] = True
         return refused
+
+
+def _split(parts: list[Part]) -> list[tuple[RowCore, int]]:
+    """Connections that are in more than one part, with the sum of their charges."""
+    charges: dict[int, tuple[RowCore, int, int]] = {}
+    for part in parts:
+        for core, _, _, _, charge in part.groups:
+            _, times, total = charges.get(id(core), (core, 0, 0))
+            charges[id(core)] = core, times + 1, total + charge
+    return [(core, total) for core, times, total in charges.values() if times > 1]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 from evap.protocol import hpack_out
 from evap.protocol.events import HeaderList, RequestHead
 from evap.protocol.limits import LINGER_NS
+from evap.protocol.priority import DEFAULT_URGENCY
 
 if TYPE_CHECKING:
     from evap.protocol.connection import Http2Core
@@ -107,6 +108,7 @@ class Stream:
         "ended",
         "h2",
         "head",
+        "head_bytes",
         "length",
         "no_body",
         "on_rows",
@@ -141,7 +143,8 @@ class Stream:
         self.received = 0  # octets of body, without padding
         self.seen_ns = now_ns  # when the last of it came
         self.delivered = False  # RequestReady has been returned
-        self.urgency: bytes | None = None  # latest PRIORITY_UPDATE (RFC 9218), as it came
+        self.urgency = DEFAULT_URGENCY  # RFC 9218, for the outbox (which must hear of changes)
+        self.head_bytes = 0  # counted in Shared.header_bytes
         # response
         self.started = False
         self.no_body = False  # HEAD, 204, 304

@@ -137,7 +137,6 @@ class ServerProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = stream = cast("asyncio.Transport", transport)
         hub, shared = self._hub, self._hub.shared
-        shared.connections += 1
         hub.live.add(self)
         stream.set_write_buffer_limits(high=HIGH_WATER // 2, low=LOW_WATER)
         sock = stream.get_extra_info("socket")
@@ -147,7 +146,7 @@ class ServerProtocol(asyncio.Protocol):
         self._fd = sock.fileno() if tls is None and sock is not None else -1
         self._tls = tls is not None
         self.due_ns = hub.clock() + to_ns(hub.config.preface_timeout_s)
-        if shared.draining or shared.connections > hub.config.max_connections:
+        if not shared.arrived(self._peer, hub.config) or shared.draining:
             self._turn_away(tls)
         elif tls is not None:
             self._start(Http2Core if tls.selected_alpn_protocol() == "h2" else Http1Core)
@@ -182,7 +181,7 @@ class ServerProtocol(asyncio.Protocol):
         self._transport, self._fd = None, -1
         if self._core is not None:
             self._core.release()
-        self._hub.shared.connections -= 1
+        self._hub.shared.left(self._peer)
         self._hub.live.discard(self)
 
     def pause_writing(self) -> None:
@@ -234,6 +233,7 @@ class ServerProtocol(asyncio.Protocol):
         if transport is None:
             return
         if self.said_bye or core is None:
+            self._hub.shared.limits["preface_timeout"] += not self.said_bye
             transport.abort()
         else:
             self._run(core.tick)

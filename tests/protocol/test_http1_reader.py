@@ -130,7 +130,7 @@ def test_all_bodies_together_are_bounded() -> None:
     wire = Wire(max_buffered_body_bytes=1 << 20)
     wire.shared.body_bytes = (1 << 20) - 4
     wire.receive(post(b"12345678")[:-3])
-    assert status_of(wire) == (503, "overloaded")
+    assert status_of(wire) == (503, "too_many_body_bytes")
     assert wire.shared.body_bytes == (1 << 20) - 4
 
 

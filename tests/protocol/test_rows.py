@@ -236,3 +236,20 @@ def test_any_history_keeps_order_and_windows(ops: list[tuple[Any, ...]], window:
         history.leave(slot)
     for number in range(2):
         history.check(number)
+
+
+def test_a_window_that_is_short_for_a_step_is_not_given_to_the_first_format() -> None:
+    """Which stream gets what there is, is a matter of urgency, and the outbox knows it: none goes out as a row."""
+    table, core, other = RowTable(8), FakeCore(), FakeCore()
+    for slot, sid, prefix in ((0, 1, PREFIX % 0), (1, 3, PREFIX % 0), (2, 5, PREFIX % 0 + b" ")):
+        core.windows[sid] = 65_535
+        assert table.join(slot, reply(core, sid), prefix, TAIL, WIDTH)
+    join(table, other, 3, 1)
+    charge = len(PREFIX % 0) + WIDTH + len(TAIL)
+    core.connection_window = 3 * charge  # one octet less than the step takes
+    assert push(table, [(slot, 0) for slot in range(4)]) == [False, False, False, True]
+    assert core.output == []
+    core.connection_window += 1
+    assert all(push(table, [(slot, 0) for slot in range(4)]))
+    assert core.connection_window == 0
+    assert not any(push(table, [(slot, 0) for slot in range(3)]))
