@@ -44,7 +44,7 @@ def test_a_unix_socket_in_place_of_a_port(tmp_path: Path) -> None:
     try:
         server.wait_log(f"ready at unix:{path} in ")
         assert ask("http://localhost", "local", uds=str(path)) == said("local", 20)
-        server.wait_log(r"exchange .* peer=unix")
+        server.wait_log(r"exchange: .* peer=unix")
         assert server.stop() == 0
         assert not path.exists()
     finally:
