@@ -74,7 +74,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "evap_inter_token_seconds": Family("histogram", "Between a generation's tokens, as they reach evap", "", GAP),
     "evap_token_seconds": Family("histogram", "Mean time between an answer's tokens, by answer", "", GAP),
     "evap_request_queue_seconds": Family("histogram", "From the whole request to the engine", "", WHOLE),
+    "evap_request_prefill_seconds": Family("histogram", "From the engine to the first token", "", WHOLE),
     "evap_request_decode_seconds": Family("histogram", "From the first token to the last", "", WHOLE),
+    "evap_request_inference_seconds": Family("histogram", "From the engine to the last token", "", WHOLE),
     "evap_request_duration_seconds": Family("histogram", "From the whole request to settled, if complete", "", WHOLE),
     "evap_request_prompt_tokens": Family("histogram", "Tokens of a prompt", "", TOKENS),
     "evap_choice_tokens": Family("histogram", "Tokens of a choice", "", TOKENS),
@@ -99,6 +101,9 @@ VLLM: Final[dict[str, tuple[str, tuple[float, ...]]]] = {
     "time_to_first_token_seconds": ("evap_time_to_first_token_seconds", _FIRST),
     "inter_token_latency_seconds": ("evap_inter_token_seconds", GAP[4:]),
     "request_time_per_output_token_seconds": ("evap_token_seconds", GAP[4:]),
+    "request_queue_time_seconds": ("evap_request_queue_seconds", _LATENCY),
+    "request_prefill_time_seconds": ("evap_request_prefill_seconds", _LATENCY),
+    "request_inference_time_seconds": ("evap_request_inference_seconds", _LATENCY),
     "request_decode_time_seconds": ("evap_request_decode_seconds", _LATENCY),
     "e2e_request_latency_seconds": ("evap_request_duration_seconds", _LATENCY),
     "request_prompt_tokens": ("evap_request_prompt_tokens", TOKENS),
@@ -109,6 +114,8 @@ VLLM: Final[dict[str, tuple[str, tuple[float, ...]]]] = {
 }
 #: Gauges that say whether all is well: of several processes the least counts. Other values are added.
 LEAST: Final = frozenset(("evap_ready", "evap_ledger_ok", "evap_sink_ok"))
+#: A share of something that is one for all.
+MOST: Final = frozenset(("evap_kv_cache_usage",))
 _COMPLETE: Final = frozenset(("stop", "length", "budget"))
 
 
@@ -130,7 +137,7 @@ def merged(snapshots: Sequence[Snapshot]) -> Snapshot:
             into = total.values.setdefault(name, {})
             for label, value in values.items():
                 known = into.get(label)
-                add = min if name in LEAST else float.__add__
+                add = min if name in LEAST else max if name in MOST else float.__add__
                 into[label] = value if known is None else add(float(known), float(value))
         for name, (counts, size) in snapshot.histograms.items():
             old, old_size = total.histograms.get(name, ([0] * len(counts), 0.0))
@@ -159,7 +166,8 @@ class Live:
 
 class Settled(NamedTuple):
     """An exchange that is over. reasons: why each choice ended, if the engine heard of it. lengths: tokens of each.
-    Times are None for what did not happen; decode_s: between its first and its last token."""
+    Times are None for what did not happen. queue_s: until the engine had it; prefill_s: from there to the first token;
+    decode_s: from there to the last."""
 
     status: int
     end: str
@@ -168,6 +176,7 @@ class Settled(NamedTuple):
     lengths: Sequence[int] = ()
     max_tokens: int | None = None
     queue_s: float | None = None
+    prefill_s: float | None = None
     decode_s: float | None = None
     whole_s: float = 0.0
 
@@ -232,7 +241,9 @@ class Metrics:
             found["evap_choice_tokens"].observe(length)
             longest = max(longest, length)
         found["evap_longest_choice_tokens"].observe(longest)
-        if it.decode_s is not None:
+        if it.decode_s is not None and it.prefill_s is not None:
+            found["evap_request_prefill_seconds"].observe(it.prefill_s)
+            found["evap_request_inference_seconds"].observe(it.prefill_s + it.decode_s)
             found["evap_request_decode_seconds"].observe(it.decode_s)
             if longest > 1:
                 found["evap_token_seconds"].observe(it.decode_s / (longest - 1))

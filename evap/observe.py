@@ -48,21 +48,27 @@ class Observer:
         """An exchange is over, and its account is final."""
         now_ns = self._now_ns()
         self._metrics.settled(summary(exchange, now_ns))
-        if self._log or (exchange.status >= 500 and logger.isEnabledFor(logging.WARNING)):
+        if self._log or (failed(exchange) and logger.isEnabledFor(logging.WARNING)):
             logs.log_exchange(line(exchange, self._model, now_ns), self._wall_s())
         if self._tracer is not None and sampled(exchange.trace):
             self._tracer.put(span(exchange, self._model, now_ns, int(self._wall_s() * 1e9) - now_ns))
 
 
+def failed(exchange: Exchange) -> bool:
+    """By the server's fault, whether its answer had begun or not."""
+    return exchange.status >= 500 or exchange.end in logs.FAULTS
+
+
 def summary(exchange: Exchange, now_ns: int) -> Settled:
     """An exchange as numbers."""
-    opened, first, last = exchange.opened_ns, exchange.first_ns, exchange.last_ns
-    without = "error" if exchange.status >= 500 or exchange.end == "engine_failed" else "abort"
+    opened, submitted, first, last = exchange.opened_ns, exchange.submitted_ns, exchange.first_ns, exchange.last_ns
+    without = "error" if failed(exchange) else "abort"
     return Settled(
         status=exchange.status or 499, end=exchange.ending, usage=exchange.account.usage,
         reasons=[choice.reason or without for choice in exchange.choices],
         lengths=[choice.emitted for choice in exchange.choices], max_tokens=exchange.request.max_tokens,
-        queue_s=(exchange.submitted_ns - opened) / 1e9 if exchange.submitted_ns else None,
+        queue_s=(submitted - opened) / 1e9 if submitted else None,
+        prefill_s=(first - submitted) / 1e9 if first else None,
         decode_s=(last - first) / 1e9 if first and last else None, whole_s=(now_ns - opened) / 1e9,
     )  # fmt: skip
 
@@ -87,7 +93,7 @@ def span(exchange: Exchange, model: str, now_ns: int, wall_offset_ns: int) -> En
     """An exchange as OpenTelemetry's semantic conventions have it, for HTTP servers and for generative AI."""
     assert exchange.trace is not None
     head, usage, sampling, request = exchange.head, exchange.account.usage, exchange.sampling, exchange.request
-    name, failed = exchange.adapter or model, exchange.status >= 500 or exchange.end in logs.FAULTS
+    name, broken = exchange.adapter or model, failed(exchange)
     operation = OPERATIONS.get(head.path, "chat")
     optional = {
         "gen_ai.request.max_tokens": request.max_tokens, "gen_ai.request.seed": sampling.seed,
@@ -95,13 +101,13 @@ def span(exchange: Exchange, model: str, now_ns: int, wall_offset_ns: int) -> En
         "gen_ai.request.choice.count": request.n if request.n != 1 else None,
         "gen_ai.response.time_to_first_chunk":
             (exchange.first_ns - exchange.opened_ns) / 1e9 if exchange.first_ns else None,
-        "evap.key.id": exchange.account.key_id or None, "error.type": exchange.ending if failed else None,
+        "evap.key.id": exchange.account.key_id or None, "error.type": exchange.ending if broken else None,
     }  # fmt: skip
     stamps = (("submitted", exchange.submitted_ns), ("first token", exchange.first_ns),
               ("last token", exchange.last_ns))  # fmt: skip
     return Ended(
         context=exchange.trace, name=f"{operation} {name}", start_ns=exchange.opened_ns + wall_offset_ns,
-        end_ns=now_ns + wall_offset_ns, failed=failed,
+        end_ns=now_ns + wall_offset_ns, failed=broken,
         events=[(event, at_ns + wall_offset_ns) for event, at_ns in stamps if at_ns],
         attributes={
             "http.request.method": head.method, "http.route": head.path, "url.path": head.path,
@@ -154,6 +160,8 @@ def watch(
     if tracer is not None:
         counter("spans_exported", "Spans that the collector has taken", lambda: float(tracer.exported))
         counter("spans_dropped", "Spans that no collector has taken in time", lambda: float(tracer.dropped))
+    if hasattr(replica, "kv_usage"):
+        gauge("kv_cache_usage", "Share of the KV cache that generations hold", partial(_number, replica, "kv_usage"))
     for name, text in ENGINE_COUNTERS.items():
         if hasattr(replica, name):
             counter(f"engine_{name}", text, partial(_number, replica, name))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evap import __version__
-from tests.tools import architecture
+from tests.tools import architecture, metrics_table
 
 ROOT = architecture.ROOT
 MAX_LINES = 350
@@ -90,6 +90,10 @@ def test_each_test_folder_is_a_package() -> None:
 def test_architecture_md_lists_the_tree() -> None:
     diff = architecture.difference()
     assert not diff, f"run: python -m tests.tools.architecture --write\n{diff}"
+
+
+def test_the_documents_list_each_number_of_the_metrics_page() -> None:
+    assert metrics_table.PAGE.read_text() == metrics_table.written(), "run: python -m tests.tools.metrics_table --write"
 
 
 def test_each_listed_file_says_what_it_is() -> None:

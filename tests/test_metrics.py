@@ -20,7 +20,7 @@ def samples(metrics: Metrics, *others: Snapshot) -> Samples:
 
 def settled(**fields: object) -> Settled:
     usage = Usage(prompt=10, cached=4, computed=7, emitted=6, delivered=5)
-    plain = {"reasons": ("stop",), "lengths": (6,), "queue_s": 0.001, "decode_s": 0.5, "whole_s": 0.7}
+    plain = {"reasons": ("stop",), "lengths": (6,), "queue_s": 0.001, "prefill_s": 0.1, "decode_s": 0.5, "whole_s": 0.7}
     return Settled(**{"status": 200, "end": "stop", "usage": usage, **plain, **fields})  # type: ignore[arg-type]
 
 
@@ -45,6 +45,7 @@ def test_sums_are_exact() -> None:
     assert got["evap_request_duration_seconds_sum", ()] == pytest.approx(2.1)
     assert got["vllm:e2e_request_latency_seconds_bucket", ("0.5", "m")] == 0
     assert got["vllm:e2e_request_latency_seconds_bucket", ("0.8", "m")] == 3
+    assert got["vllm:request_inference_time_seconds_sum", ("m",)] == pytest.approx(1.8)
     assert got["evap_token_seconds_bucket", ("0.1",)] == 3, "0.5 s for the five tokens after the first"
 
 
@@ -104,6 +105,7 @@ def test_pages_add_up() -> None:
     for n, part in enumerate(parts):
         part.gauge("running", "Generations", lambda n=n: n + 1.0)  # type: ignore[misc]
         part.gauge("ready", "1 if the engine is ready", lambda n=n: float(n != 1))  # type: ignore[misc]
+        part.gauge("kv_cache_usage", "Share", lambda n=n: 0.1 * n)  # type: ignore[misc]
         part.counter("violations", "Connections closed", lambda: 5.0)
         for _ in range(n + 1):
             part.settled(settled(whole_s=0.01 * 10**n))
@@ -117,6 +119,7 @@ def test_pages_add_up() -> None:
     assert got["evap_generated_tokens_total", ()] == 42
     assert got["evap_running", ()] == got["vllm:num_requests_running", ("m",)] == 6
     assert got["evap_ready", ()] == 0
+    assert got["vllm:kv_cache_usage_perc", ("m",)] == 0.2
     assert got["evap_violations_total", ()] == 15
     assert got["evap_request_duration_seconds_count", ()] == 6
     assert got["evap_request_duration_seconds_bucket", ("0.01",)] == 1
