@@ -13,9 +13,10 @@ from typing import Final
 from evap import __version__
 from evap.config import Config
 from evap.dispatch import Dispatch
-from evap.errors import Draining, EvapError, InternalError
+from evap.errors import Draining, EvapError, InternalError, NotFound
 from evap.messages import ReplicaState
 from evap.metrics import CONTENT_TYPE, Metrics
+from evap.outlet import BLOCK_HEADERS
 from evap.protocol.api import health, models
 from evap.protocol.api.router import Match, dialects, route
 from evap.protocol.events import (
@@ -113,6 +114,9 @@ class App:
             dialect = self._dialects.get(found.name)
             if dialect is not None:
                 self._dispatch.generate(reply, head, body, dialect, account)
+            elif found.name == "block":
+                key = account.key.id if account is not None else ""
+                self._dispatch.blocks.fetch(head.path, key, reply, self._block)
             elif found.name == "usage":
                 self._usage.list(reply, head, account)
             elif found.name == "usage_one":
@@ -139,6 +143,13 @@ class App:
     def _answer(self, reply: Reply, body: bytes, status: int = 200) -> None:
         reply.whole(status, _JSON_HEADERS, body)
         self._metrics.answered(status)
+
+    def _block(self, reply: Reply, body: bytes | None) -> None:
+        if body is None:
+            self._metrics.answered(send_error(reply, NotFound("this block broke off")))
+            return
+        reply.whole(200, BLOCK_HEADERS, body)
+        self._metrics.answered(200)
 
     def _health(self, reply: Reply, head: RequestHead, found: Match) -> None:
         self._answer(reply, health.health_body())

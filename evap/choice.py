@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from evap.engine.interface import Detokenizer, Text
-from evap.messages import UNPREDICTED, Choice, LogprobText, TokenLogprobs
+from evap.messages import UNPREDICTED, Choice, GenerateRequest, LogprobText, TokenLogprobs
 
 if TYPE_CHECKING:
     from evap.exchange import Exchange
@@ -19,13 +21,14 @@ class ChoiceRun:
 
     __slots__ = (
         "computed", "delivered", "detokenizer", "emitted", "ended", "exchange", "final", "generation", "given", "held",
-        "held_logprobs", "ids", "index", "logprobs", "marked", "parts", "reason", "released", "row", "row_delivered",
-        "slot", "stop_reason", "unmarked",
+        "held_logprobs", "ids", "index", "logprobs", "marked", "outlet", "parts", "reason", "released", "row",
+        "row_delivered", "slot", "stop_reason", "unmarked",
     )  # fmt: skip
 
     def __init__(self, exchange: Exchange, index: int) -> None:
         self.exchange = exchange
         self.index = index
+        self.outlet = exchange.outlets.main  #: where its bytes go
         self.slot = -1
         self.generation = 0
         self.detokenizer: Detokenizer | None = None
@@ -47,6 +50,17 @@ class ChoiceRun:
         self.ended = False  #: the answer has its finish_reason
         self.final = False  #: the engine has confirmed the end: `computed` changes no more
         self.released = False  #: and the slot has been given back
+
+    def request(self) -> GenerateRequest:
+        """Choices of one request share the prompt; a seed is offset by the choice, so that each differs."""
+        asked = self.exchange
+        sampling = asked.sampling
+        if self.index and sampling.seed is not None:
+            sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + self.index) % (1 << 63))
+        return GenerateRequest(
+            prompt_ids=asked.prompt_ids, sampling=sampling, priority=asked.priority, cache_salt=asked.cache_salt,
+            adapter=asked.adapter,
+        )  # fmt: skip
 
     def answer(self, echoed: str, *, scored: bool) -> Choice:
         """A whole answer's choice, behind `echoed`; with log probabilities if `scored`."""

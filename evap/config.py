@@ -84,6 +84,14 @@ class ProtocolConfig:
     keepalive_comment_s: float = opt(
         15.0, "seconds of silence after which a stream gets an SSE comment; 0 never", low=0
     )
+    push_max_promises: int = opt(
+        32, "pushed answers that may be open on one HTTP/2 connection; 0: nothing is ever pushed", low=0, high=1000
+    )
+    push_reserve_bytes: int = opt(
+        16 << 10, "HTTP/2 connection window that pushed answers leave to the others", low=0, high=1 << 30
+    )
+    push_keep_s: float = opt(60.0, "seconds for which a pushed answer can be fetched again", low=0)
+    push_memory_bytes: int = opt(64 << 20, "memory for pushed answers that can be fetched again", low=0)
     reset_burst: int = opt(100, "resets (by client or provoked) a connection may make at once", low=1)
     reset_per_s: float = opt(20.0, "resets a connection may make per second", low=0.1)
     control_burst: int = opt(1000, "PING, SETTINGS, PRIORITY, unknown frames at once", low=10)

@@ -14,6 +14,7 @@ import msgspec
 
 from evap import terms
 from evap.accounting import Accounting
+from evap.blocks import BlockStore
 from evap.config import Config
 from evap.engine.interface import Replica, Text, check_request
 from evap.errors import (
@@ -31,6 +32,7 @@ from evap.identity import Identity
 from evap.messages import ReplicaState, SamplingParams
 from evap.metering.accounts import Account
 from evap.metrics import Live
+from evap.outlet import Offer
 from evap.protocol import trace_context
 from evap.protocol.api.dialect import Dialect
 from evap.protocol.api.media import check_body, negotiate
@@ -95,6 +97,10 @@ class Dispatch:
             text=text, rows=rows, cancel=replica.cancel, flush=shell.flush, now_ns=shell.now_ns, settled=self._settled,
             table=self.accounting.table, pages=self.accounting.pages, live=live,
         )  # fmt: skip
+        protocol = config.protocol
+        self.blocks = BlockStore(
+            limit=protocol.push_memory_bytes, keep_ns=int(protocol.push_keep_s * 1e9), now_ns=shell.now_ns
+        )
         self._config = config
         self._shell = shell
         self.room = WaitingRoom(
@@ -149,6 +155,8 @@ class Dispatch:
         exchange.trace = self._trace(head)
         exchange.adapter, exchange.cache_salt = adapter, self._identity.cache_salt(ticket.key_id)
         exchange.priority = terms.priority(account, head, request)
+        if head.get(b"evap-push") == b"blocks" and request.stream and request.n > 1 and kind == "sse":
+            exchange.outlets.offer = Offer(self.blocks, f"{head.path}/{renderer.id}/blocks", ticket.key_id)
         reply.owner = exchange
         self.open[exchange] = None
         self.accounting.running[renderer.id] = exchange
@@ -234,7 +242,7 @@ class Dispatch:
             for choice in exchange.choices:
                 self.steps.want_rows(choice)
         for choice in exchange.choices:
-            self.replica.submit(choice.slot, choice.generation, exchange.request_for(choice.index))
+            self.replica.submit(choice.slot, choice.generation, choice.request())
 
     def _complete(self, sampling: SamplingParams, max_tokens: int | None, prompt: int) -> SamplingParams:
         """max_tokens against the context. Raises ContextOverflow naming both numbers."""
@@ -254,7 +262,12 @@ class Dispatch:
     def cancelled(self, reply: Reply, reason: str) -> None:
         """StreamCancelled: the engine hears of it at once, also while it is silent."""
         exchange = reply.owner
-        if isinstance(exchange, Exchange) and exchange.can(Input.CANCEL):
+        if not isinstance(exchange, Exchange):
+            return
+        if reply is not exchange.reply:
+            self.steps.lose(exchange, reply, reason)
+            self._shell.soon(self._flush_and_settle)
+        elif exchange.can(Input.CANCEL):
             self.room.leave(exchange)
             self.steps.cancel(exchange, reason)
             self._shell.soon(self.steps.settle_ended)
@@ -265,9 +278,9 @@ class Dispatch:
         if not isinstance(exchange, Exchange):
             return
         if exchange.state is State.RUNNING:
-            exchange.release_held()
+            exchange.release_held(reply)
             for choice in exchange.choices:
-                if not choice.ended:
+                if not choice.ended and choice.outlet.reply is reply:
                     self.steps.want_rows(choice)
         else:
             self._shell.soon(self.steps.settle_ended)

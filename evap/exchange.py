@@ -8,11 +8,8 @@ Rule 3: text reaches the reply through `_emit` only; a slow reader's tokens coal
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
-
-import msgspec
 
 from evap import epilogue
 from evap.choice import ChoiceRun, logprob_text
@@ -20,13 +17,13 @@ from evap.engine.interface import Detokenizer, Text
 from evap.errors import EngineFailed, EvapError
 from evap.messages import (
     Finish,
-    GenerateRequest,
     LogprobText,
     ParsedRequest,
     TokenLogprobs,
     Usage,
 )
 from evap.metering.accounts import Ticket
+from evap.outlet import Outlets
 from evap.protocol.api.dialect import Renderer
 from evap.protocol.events import HeaderList, Reply, RequestHead
 from evap.protocol.headers import echoed
@@ -71,8 +68,7 @@ class Exchange:
         self._send_error = send_error
         self._text = text
         self._buffer = stream_buffer
-        self._queued = 0  # body bytes given to the reply
-        self._marks: deque[tuple[int, ChoiceRun, int]] = deque()  # (queued bytes, choice, tokens) not known delivered
+        self.outlets = Outlets(reply)
         plain = not request.stop and request.sampling.logprobs is None and not request.echo
         self._scored = "prompt_logprobs" in request.sampling.extra  # the echo waits for its log probabilities
         self.cache_salt, self.adapter, self.priority = "", "", 0  #: as in GenerateRequest; set before the first submit
@@ -90,32 +86,30 @@ class Exchange:
     def can(self, event: Input) -> bool:
         return (self.state, event) in TRANSITIONS
 
-    # From request to engine
-
-    def request_for(self, index: int) -> GenerateRequest:
-        """Choices of one request share the prompt; a seed is offset by the choice, so that each differs."""
-        sampling = self.sampling
-        if index and sampling.seed is not None:
-            sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % (1 << 63))
-        return GenerateRequest(
-            prompt_ids=self.prompt_ids, sampling=sampling, priority=self.priority, cache_salt=self.cache_salt,
-            adapter=self.adapter,
-        )  # fmt: skip
+    # A streamed answer begins
 
     def announce(self) -> None:
         """Send the head and the first events of a streamed answer: proxies see life before the first token."""
         self.status = 200
-        self.reply.start(200, ((b"content-type", self.renderer.stream_type), NO_STORE, *self.headers))
-        self._send(self.renderer.prelude(self._continuous()))
+        outlets = self.outlets
+        outlets.begin()
+        pushes = outlets.headers(self.head)
+        self.reply.start(200, ((b"content-type", self.renderer.stream_type), NO_STORE, *self.headers, *pushes))
+        if outlets.offer is None:
+            for index in range(self.request.n):
+                outlets.main.send(self.renderer.prelude(index, self._continuous()))
 
     def begin(self) -> None:
-        """A streamed answer has its choices."""
+        """A streamed answer has its choices. Nothing is promised before: a push that is reset has a choice to stop."""
         if not self.status:
             self.announce()
         echo = self.request.prompt_text if self.request.echo and not self._scored else None
         for choice in self.choices:
+            if self.outlets.offer is not None:
+                choice.outlet = self.outlets.place(choice.index)
+                choice.outlet.send(self.renderer.prelude(choice.index, self._continuous()))
             if echo is not None:
-                self._send(self.renderer.delta(choice.index, echo))
+                choice.outlet.send(self.renderer.delta(choice.index, echo))
             if self.rows_allowed:
                 choice.row = self.renderer.row(choice.index)
                 # Made now, while it knows where the prompt ends: a prompt may end inside a character or before a word.
@@ -129,7 +123,7 @@ class Exchange:
             return
         texts = [logprob_text(self._text, i, entry) for i, entry in zip(self.prompt_ids, entries, strict=True)]
         if self.request.stream:
-            self._send(self.renderer.delta(choice.index, self.request.prompt_text or "", texts))
+            choice.outlet.send(self.renderer.delta(choice.index, self.request.prompt_text or "", texts))
         else:
             choice.logprobs.extend(texts)
 
@@ -142,7 +136,7 @@ class Exchange:
             return
         if self.kind == "tokens":
             choice.ids.extend(ids)
-            if self.reply.buffered < self._buffer:
+            if choice.outlet.reply.buffered < self._buffer:
                 self._send_ids(choice)
             return
         detokenizer = choice.detokenizer or self._detokenizer(choice)
@@ -194,57 +188,40 @@ class Exchange:
             return
         choice.held.append(text)
         choice.held_logprobs.extend(logprobs or ())
-        if self.reply.buffered < self._buffer:
+        if choice.outlet.reply.buffered < self._buffer:
             self._send_held(choice)
 
     def _send_held(self, choice: ChoiceRun) -> None:
         text, logprobs = "".join(choice.held), choice.held_logprobs
         choice.held, choice.held_logprobs = [], []
-        self._send(self.renderer.delta(choice.index, text, logprobs or None, self._continuous()))
-        self._mark(choice, choice.unmarked)
+        choice.outlet.send(self.renderer.delta(choice.index, text, logprobs or None, self._continuous()))
+        choice.outlet.mark(choice, choice.unmarked)
 
     def _send_ids(self, choice: ChoiceRun) -> None:
         ids, choice.ids = choice.ids, []
         choice.unmarked += len(ids)
-        self._send(self.renderer.tokens(ids))
-        self._mark(choice, choice.unmarked)
+        choice.outlet.send(self.renderer.tokens(ids))
+        choice.outlet.mark(choice, choice.unmarked)
 
-    def release_held(self) -> None:
-        """The reader caught up: what was coalesced goes out as one event a choice."""
+    def release_held(self, reply: Reply) -> None:
+        """Its reader caught up: what was coalesced goes out as one event a choice."""
         for choice in self.choices:
+            if choice.outlet.reply is not reply:
+                continue
             if choice.held:
                 self._send_held(choice)
             elif choice.ids and self.request.stream:
                 self._send_ids(choice)
 
-    def _send(self, data: bytes) -> None:
-        if data:
-            self._queued += len(data)
-            self.reply.send(data)
-
-    def _mark(self, choice: ChoiceRun, tokens: int) -> None:
-        """The bytes given to the reply so far complete `tokens` more tokens of the choice."""
-        choice.unmarked = 0
-        choice.marked += tokens
-        self._marks.append((self._queued, choice, tokens))
-        self._settle_marks()
-
-    def _settle_marks(self) -> None:
-        """Tokens whose last byte has been taken by the transport are delivered."""
-        gone = self._queued - self.reply.buffered
-        while self._marks and self._marks[0][0] <= gone:
-            _, choice, tokens = self._marks.popleft()
-            choice.delivered += tokens
-
     def delivered(self, choice: ChoiceRun) -> int:
         """Tokens of a running choice that the transport has taken, as of now."""
-        self._settle_marks()
+        choice.outlet.settle()
         return choice.delivered + choice.row_delivered
 
     def comment(self) -> None:
         """An SSE comment: proxies and clients that time out on silence see life; nobody counts it."""
         if self.kind == "sse" and self.reply.buffered == 0:
-            self._send(b": waiting\n\n")
+            self.outlets.main.send(b": waiting\n\n")
 
     # Ends
 
@@ -253,20 +230,37 @@ class Exchange:
         choice.reason, choice.stop_reason = reason, stop_reason
         last = all(c.ended for c in self.choices)
         if self.request.stream:
-            self.release_held()
-            data = self.renderer.finish(choice.index, reason, stop_reason, self._continuous())
+            outlet = choice.outlet
+            self.release_held(outlet.reply)
+            outlet.send(self.renderer.finish(choice.index, reason, stop_reason, self._continuous()))
             if last:
-                data += self._closing()
-            self._send(data)
+                self._close()
             # The end token, and tokens whose text a stop string swallowed, arrive with the finish_reason.
-            self._mark(choice, choice.emitted - choice.marked - choice.row_delivered)
+            outlet.mark(choice, choice.emitted - choice.marked - choice.row_delivered)
+            self.outlets.end(outlet)
         if last:
             self._answer(reason)
 
-    def _closing(self) -> bytes:
+    def _close(self) -> None:
         """What follows the last choice's finish_reason."""
-        usage = self.renderer.usage(self.usage()) if self.request.include_usage else b""
-        return usage + epilogue.comment(self) + self.renderer.done()
+        if self.request.include_usage:
+            outlet = self.outlets.place(len(self.choices))
+            outlet.send(self.renderer.usage(self.usage()))
+            self.outlets.end(outlet)
+        self.outlets.main.send(epilogue.comment(self) + self.renderer.done())
+
+    def lose(self, reply: Reply, reason: str) -> Sequence[ChoiceRun]:
+        """The client does not want one of the pushes: what still runs for it ends here, and is returned."""
+        outlet = self.outlets.lose(reply)
+        if self.state is not State.RUNNING:
+            return ()
+        lost = [choice for choice in self.choices if choice.outlet is outlet and not choice.ended]
+        for choice in lost:
+            choice.ended, choice.emitted = True, choice.given
+        if lost and all(c.ended for c in self.choices):
+            self._close()
+            self._answer(next((c.reason for c in self.choices if c.reason is not None), reason))
+        return lost
 
     def _answer(self, reason: str) -> None:
         self.end = reason
@@ -278,11 +272,11 @@ class Exchange:
             scored = self.request.sampling.logprobs is not None
             body = self.renderer.whole([c.answer(echoed, scored=scored) for c in self.choices], self.usage())
             self.status = 200
-            self._queued += len(body)
-            kind = (b"content-type", self.renderer.whole_type)
-            self.reply.whole(200, (kind, *self.headers, *epilogue.headers(self)), body)
+            kind, main = (b"content-type", self.renderer.whole_type), self.outlets.main
+            headers = (kind, *self.headers, *self.outlets.headers(self.head), *epilogue.headers(self))
+            main.whole(headers, body)
             for choice in self.choices:
-                self._mark(choice, choice.emitted)
+                main.mark(choice, choice.emitted)
         self.move(Input.ANSWER)
 
     def complete(self, *, now: bool = False) -> None:
@@ -304,12 +298,12 @@ class Exchange:
         elif self.kind == "sse":
             for choice in self.choices:
                 choice.held.clear()
-            self._send(self.renderer.error(error) + self.renderer.done())
+            self.outlets.fail(self.renderer.error(error))
+            self.outlets.main.send(self.renderer.done())
             self.unended = True
             self.complete()
         else:
-            self._settle_marks()
-            self._marks.clear()  # what is queued now is thrown away: never delivered
+            self.outlets.main.lose()
             self.reply.abort()  # text and tokens cannot say "error": the stream must not look complete
         self.move(Input.ANSWER)
 
@@ -325,7 +319,7 @@ class Exchange:
         """May be settled: no slot is out, and no byte that could still be delivered."""
         if self.state not in (State.ANSWERED, State.CANCELLED) or not all(c.released for c in self.choices):
             return False
-        return self.state is State.CANCELLED or not (self.unended or self.reply.buffered)
+        return self.state is State.CANCELLED or (not self.unended and self.outlets.drained)
 
     @property
     def ending(self) -> str:
@@ -337,7 +331,7 @@ class Exchange:
 
     def usage(self) -> Usage:
         """Exact counts as of now. emitted of a running choice is all that it was given."""
-        self._settle_marks()
+        self.outlets.settle()
         emitted = [c.emitted if c.ended else c.given for c in self.choices]
         delivered = [min(c.delivered + c.row_delivered, e) for c, e in zip(self.choices, emitted, strict=True)]
         return Usage(

@@ -87,6 +87,18 @@ class TokenBatch:
     def __len__(self) -> int:
         return len(self.slot)
 
+    def select(self, mask: npt.NDArray[np.bool_]) -> TokenBatch:
+        """The records where `mask` holds."""
+        logprobs, prompts = self.logprobs, self.prompt_logprobs
+        if logprobs or prompts:
+            numbers = {int(old): new for new, old in enumerate(np.flatnonzero(mask))}
+            logprobs = {numbers[i]: entry for i, entry in logprobs.items() if i in numbers}
+            prompts = {numbers[i]: entries for i, entries in prompts.items() if i in numbers}
+        return TokenBatch(
+            self.slot[mask], self.generation[mask], self.token[mask], self.index[mask], self.flags[mask], self.step,
+            logprobs, prompts,
+        )  # fmt: skip
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample, validated by the API and completed by the exchange; engines may rely on the ranges.

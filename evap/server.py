@@ -271,6 +271,7 @@ class Server:
                 )
             dispatch.accounting.tick(list(dispatch.open))
             dispatch.upkeep.overdue()
+            dispatch.blocks.sweep()
 
     def _signalled(self, number: signal.Signals) -> None:
         if self._stop.is_set():

@@ -19,6 +19,7 @@ from evap.messages import FINISH_MASK, HAS_LOGPROBS, META, NO_TOKEN, SILENT, Fin
 from evap.metering.counters import Counters
 from evap.metering.opened import OpenTable
 from evap.metrics import Live
+from evap.protocol.events import Reply
 from evap.protocol.rows import RowTable
 from evap.slots import SlotTable
 
@@ -111,6 +112,16 @@ class Steps:
         self.abandon(exchange)
         exchange.cancel(reason)
 
+    def lose(self, exchange: Exchange, reply: Reply, reason: str) -> None:
+        """The client does not want one of its pushes: that choice is to stop, the others go on."""
+        if exchange.state not in (State.RUNNING, State.ANSWERED):
+            return
+        self.counts(exchange)
+        for choice in exchange.lose(reply, reason):
+            self._stop(choice)
+        if exchange.state is not State.RUNNING:
+            self.abandon(exchange)
+
     def abandon(self, exchange: Exchange) -> None:
         """The answer is complete or failed: whatever the engine still does for it is to stop."""
         for choice in exchange.choices:
@@ -162,7 +173,7 @@ class Steps:
             self._join_rows()
         fresh = self.slots.generation[batch.slot] == batch.generation
         if not fresh.all():
-            batch = _select(batch, fresh)
+            batch = batch.select(fresh)
         if batch.flags.any():
             self._flagged(batch)
         else:
@@ -214,7 +225,7 @@ class Steps:
 
     def _join(self, choice: ChoiceRun, row: tuple[bytes, bytes]) -> bool:
         width = 4 if self._raw[choice.slot] else self.width
-        return self.rows.join(choice.slot, choice.exchange.reply, *row, width)
+        return self.rows.join(choice.slot, choice.outlet.reply, *row, width)
 
     def _count(self, batch: TokenBatch) -> None:
         """Records with a token each: how many, when, and which exchanges have their first."""
@@ -279,7 +290,7 @@ class Steps:
                     self._table.cached[choice.slot] = choice.exchange.cached
         counted = (flags & NO_TOKEN) == 0
         if counted.any():
-            tokens = _select(batch, counted)
+            tokens = batch.select(counted)
             self._count(tokens)
         plain = (flags & NOT_A_ROW) == 0
         if plain.any():
@@ -330,21 +341,3 @@ class Steps:
                 del self._ended[exchange]
                 exchange.move(Input.SETTLE)
                 self._settled(exchange)
-
-
-def _select(batch: TokenBatch, mask: BoolArray) -> TokenBatch:
-    logprobs, prompts = batch.logprobs, batch.prompt_logprobs
-    if logprobs or prompts:
-        numbers = {int(old): new for new, old in enumerate(np.flatnonzero(mask))}
-        logprobs = {numbers[i]: entry for i, entry in logprobs.items() if i in numbers}
-        prompts = {numbers[i]: entries for i, entries in prompts.items() if i in numbers}
-    return TokenBatch(
-        batch.slot[mask],
-        batch.generation[mask],
-        batch.token[mask],
-        batch.index[mask],
-        batch.flags[mask],
-        batch.step,
-        logprobs,
-        prompts,
-    )

@@ -69,6 +69,7 @@ class FakeReply:
     """A Reply that keeps what it was given. `stuck`: the reader takes nothing, so sent bytes stay buffered."""
 
     version = "2"
+    pushable = False
 
     def __init__(self, core: FakeCore, stream_id: int, *, window: int = 1 << 30) -> None:
         self.core: Any = core
@@ -114,6 +115,9 @@ class FakeReply:
     def refuse(self) -> None:
         self.abort()
         self.refused = True
+
+    def push(self, path: bytes, keep: Any) -> None:
+        return None
 
     # What a client would make of it
 

@@ -50,13 +50,13 @@ def test_settled_is_the_end_and_is_reached_once() -> None:
 def test_seeds_differ_by_choice_and_stay_in_range() -> None:
     it = exchange(sampling=SamplingParams(seed=(1 << 63) - 1, max_tokens=5))
     it.prompt_ids = [1]
-    seeds = [it.request_for(i).sampling.seed for i in range(3)]
+    seeds = [ChoiceRun(it, i).request().sampling.seed for i in range(3)]
     assert seeds == [(1 << 63) - 1, 0, 1]
 
 
 def test_no_seed_stays_no_seed() -> None:
     it = exchange()
-    assert it.request_for(2).sampling.seed is None
+    assert ChoiceRun(it, 2).request().sampling.seed is None
 
 
 def test_a_second_failure_changes_nothing() -> None:

@@ -16,7 +16,7 @@ from evap.config import ProtocolConfig
 from evap.errors import EvapError
 from evap.protocol import deadlines, hpack_out
 from evap.protocol import headers as code
-from evap.protocol.events import Event, HeaderList, PeerGone, Reply, RequestReady, RowsHost, StreamCancelled
+from evap.protocol.events import Event, HeaderList, PeerGone, RequestReady, RowsHost, StreamCancelled
 from evap.protocol.events import WindowOpened as Opened
 from evap.protocol.farewell import Farewell
 from evap.protocol.gate import Violation
@@ -24,13 +24,15 @@ from evap.protocol.h2seam import ServerConnection
 from evap.protocol.inbound import Inbound
 from evap.protocol.limits import HIGH_WATER, NEVER, Budgets, Shared, WriteProgress, to_ns
 from evap.protocol.outbox import Outbox
+from evap.protocol.push import Pushes
+from evap.protocol.rowseam import RowSeam
 from evap.protocol.spending import spend
 from evap.protocol.stream import Action, Input, State, Stream
 
 SERVER: Final = hpack_out.field(b"server", b"evap")
 
 
-class Http2Core:
+class Http2Core(RowSeam):
     """See events.Core for the calls and events.RowCore for the seam with the row buffers.
 
     The first bytes given to `receive` are the client's preface. `deadline_ns`: call `tick` then, at the latest.
@@ -51,6 +53,7 @@ class Http2Core:
         self.conn = ServerConnection(config)
         self.budgets = Budgets(config)
         self.outbox = Outbox(self.conn, self.budgets, self.sent_end)
+        self.pushes = Pushes(self)
         self.events: list[Event] = []
         self.ready: list[Stream] = []
         self.now_ns = now_ns
@@ -158,7 +161,7 @@ class Http2Core:
 
     def release(self) -> None:  # without cycles the core is freed at once, and no flood makes collections long
         self.inbound.release()
-        del self.inbound
+        del self.inbound, self.pushes
         self.outbox.release()
         self.wake = self.direct = None
 
@@ -224,58 +227,6 @@ class Http2Core:
             self._closing = True
             self.deadline_ns = NEVER
 
-    def leave_rows(self, stream: Stream) -> None:
-        if stream.on_rows:
-            stream.on_rows = False
-            if self.rows is not None:
-                self.rows.release(stream)
-
-    # --- events.RowCore ---
-
-    @property
-    def connection_window(self) -> int:
-        return self.conn.outbound_flow_control_window
-
-    @property
-    def writable(self) -> bool:
-        return not self._closing and self.writes.queued + self.outbox.size < HIGH_WATER
-
-    def acquire(self, reply: Reply) -> int | None:
-        stream = self.streams.get(reply.stream_id)
-        if stream is not reply or not stream.alive or not stream.started or stream.no_body or stream.buffered:
-            return None
-        stream.on_rows = True
-        return stream.h2.outbound_flow_control_window
-
-    def on_rows(self, stream_id: int, on: bool) -> None:
-        stream = self.streams.get(stream_id)
-        if stream is not None:
-            stream.on_rows = on
-
-    def stream_window(self, stream_id: int) -> int:
-        stream = self.streams.get(stream_id)
-        return stream.h2.outbound_flow_control_window if stream is not None else 0
-
-    def spend(self, stream_id: int, n: int) -> None:
-        stream = self.streams.get(stream_id)
-        if stream is not None:
-            stream.h2.outbound_flow_control_window -= n
-
-    def take_rows(self, data: bytes | memoryview, frames: int, charge: int) -> bool:
-        conn, outbox = self.conn, self.outbox
-        if conn.outbound_flow_control_window < charge or not self.writable:
-            return False
-        conn.outbound_flow_control_window -= charge
-        self.row_frames += frames
-        outbox.pull()
-        if self.direct is None or outbox.out or outbox.pending or self.writes.queued:
-            outbox.append(data)
-            self._notify()
-        elif self.direct(data):
-            self.writes.given(len(data))
-            self._notify()  # for `written` to hear what is queued
-        return True
-
     # --- inside ---
 
     def _notify(self) -> None:
@@ -330,6 +281,8 @@ class Http2Core:
                 self.events.append(StreamCancelled(stream, reason))
             else:
                 stream.buffered = 0
+            if self.pushes.busy:
+                self.pushes.cut(stream, event)
             self.forget(stream)
 
     def forget(self, stream: Stream) -> None:
@@ -341,6 +294,8 @@ class Http2Core:
         if stream.delivered:
             self.farewell.answered_ns = self.now_ns
         self.shared.closed(stream.head_bytes)
+        if self.pushes.busy:
+            self.pushes.closed(stream)
         del self.streams[stream.stream_id]
         self.conn.closed_one()
         if not self.streams:

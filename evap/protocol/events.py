@@ -34,6 +34,18 @@ class RequestHead:
         return self.index.get(name)
 
 
+class Keep(Protocol):
+    """Who keeps the body of a pushed answer."""
+
+    def add(self, data: bytes) -> None:
+        """The next octets; they come in portions, some time after they were sent."""
+        ...
+
+    def close(self, complete: bool) -> None:
+        """The stream is over; `complete`: all of the body was sent, within the windows."""
+        ...
+
+
 class Reply(Protocol):
     """One response in the making. start -> send* -> end, or abort at any time. Calls after the end or after the peer
     has gone are ignored (the peer may go at any moment; nobody has to ask first)."""
@@ -72,6 +84,17 @@ class Reply(Protocol):
 
     def refuse(self) -> None:
         """Nothing was done for this request, try elsewhere: RST_STREAM REFUSED_STREAM, or 503 and close in HTTP/1.1."""
+        ...
+
+    @property
+    def pushable(self) -> bool:
+        """`push` would give a reply now, once this one is started. Always False over HTTP/1.1."""
+        ...
+
+    def push(self, path: bytes, keep: Keep | None) -> Reply | None:
+        """Promise the answer to `GET path` beside this one (RFC 9113 8.4). None: not on this connection, or not now;
+        then nothing has happened. The reply is to be started in the same call: a promise takes no place among the
+        client's streams until then. It ends by itself when this one is reset. `keep` gets the body, as it was sent."""
         ...
 
 

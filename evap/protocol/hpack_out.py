@@ -76,6 +76,14 @@ def status(code: int) -> bytes:
 CONTINUE: Final = status(100)
 
 
+def promised(scheme: bytes, authority: bytes, path: bytes) -> bytes:
+    """The block of a GET that is promised (RFC 9113 8.4). All three are ASCII that was vetted, or made by us. The path
+    is never indexed (RFC 7541 7.1.3): who knows it may have the answer."""
+    made = b"\x82" + integer(_PAIRS[(b":scheme", scheme)], 7, 0x80)
+    where = integer(_NAMES[b":authority"], 4, 0) + integer(len(authority), 7, 0) + authority
+    return made + where + integer(_NAMES[b":path"], 4, 0x10) + integer(len(path), 7, 0) + path
+
+
 def block(headers: HeaderList) -> bytes:
     """Octets of an ordinary field list (trailers, or a response head after its :status)."""
     return b"".join([field(name, value) for name, value in headers])

@@ -6,7 +6,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from evap.errors import EvapError, Overloaded
-from evap.protocol.events import HeaderList
+from evap.protocol.events import HeaderList, Keep, Reply
 from evap.protocol.headers import error_body, error_headers, vet, wire_code
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Http1Reply:
 
     version = "1.1"
     stream_id = 0
+    pushable = False
 
     def __init__(self, core: Http1Core, *, method: str, http10: bool, keeps: bool) -> None:
         self.core = core
@@ -96,6 +97,9 @@ class Http1Reply:
             self.core.leave_rows(self)
             self.alive = False
             self.core.break_off(self, reset=self._http10 and self.started)
+
+    def push(self, path: bytes, keep: Keep | None) -> Reply | None:
+        return None
 
     def refuse(self) -> None:
         if self.started:

@@ -112,7 +112,8 @@ class Inbound:
         core.shared.streams += 1
         if ended:
             stream.move(Input.END)
-        if core.draining or core.shared.no_stream(len(core.streams), core.config):
+        own = len(core.streams) - len(core.pushes.table.open)
+        if core.draining or core.shared.no_stream(own, core.config):
             self._refuse(stream)
         elif fields is None:
             core.answer(stream, HeadersTooLarge("the header list is too large"))

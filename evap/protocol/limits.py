@@ -168,10 +168,13 @@ class Shared:
     #: Wall clock minus the clock of `now_ns`; the shell refreshes it, so that `date` follows the wall clock.
     wall_offset_ns: int = 0
     dates: DateCache = field(default_factory=DateCache)
-    #: Counters for /metrics: requests taken, streams refused, connections closed for a protocol violation.
+    #: Counters for /metrics: requests taken, streams refused, connections closed for a protocol violation, promises
+    #: made and those that the client reset.
     requests: int = 0
     refused: int = 0
     violations: int = 0
+    pushed: int = 0
+    push_refused: int = 0
     #: Open HTTP/2 streams, and octets of request heads: of open streams, and of those that are not complete.
     streams: int = 0
     header_bytes: int = 0

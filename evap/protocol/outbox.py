@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from evap.protocol.h2seam import ServerConnection
+from evap.protocol.h2seam import H2Stream, ServerConnection
 from evap.protocol.limits import MAX_DATA_FRAME, MIN_PROGRESS, TINY_DATA, WINDOW_CREDIT, Budgets
 from evap.protocol.stream import State, Stream
 
@@ -43,10 +43,26 @@ class Outbox:
 
     def head(self, stream: Stream, block: bytes, *, end: bool, informational: bool = False) -> None:
         """HEADERS; they are not flow-controlled and go at once."""
+        self.append(self._conn.head(stream.h2, self._next_block(block), end=end, informational=informational))
+
+    def promise(self, parent: Stream, block: bytes) -> H2Stream:
+        """PUSH_PROMISE, at once; returns the stream that is reserved by it."""
+        reserved, frame = self._conn.promise(parent.h2, self._next_block(block))
+        self.append(frame)
+        return reserved
+
+    def _next_block(self, block: bytes) -> bytes:
         self.pull()
         if self.table_update:
             block, self.table_update = self.table_update + block, b""
-        self.append(self._conn.head(stream.h2, block, end=end, informational=informational))
+        return block
+
+    def hurry(self, stream: Stream) -> None:
+        """Send what was queued on this stream just now, as far as windows allow: something that is not DATA follows."""
+        if not stream.waited:
+            self.pull()
+            while stream.buffered and self._turn(stream):
+                pass
 
     def take(self) -> list[bytes | memoryview]:
         out, self.out, self.size = self.out, [], 0
@@ -98,7 +114,7 @@ class Outbox:
             stream = ring.popleft()
             if stream.state is State.CLOSED or not (stream.buffered or stream.ended):
                 stream.queued = False
-            elif stream.buffered and (self._conn.outbound_flow_control_window <= 0 or self.size >= room):
+            elif stream.buffered and (self._conn.outbound_flow_control_window <= stream.reserve or self.size >= room):
                 blocked.append(stream)  # stays in the ring: the connection is what it waits for
             elif self._turn(stream):
                 ring.append(stream)
@@ -115,7 +131,8 @@ class Outbox:
             self._finish(stream)
             return False
         conn = self._conn
-        size = min(stream.h2.outbound_flow_control_window, conn.outbound_flow_control_window, MAX_DATA_FRAME)
+        spare = conn.outbound_flow_control_window - stream.reserve
+        size = min(stream.h2.outbound_flow_control_window, spare, MAX_DATA_FRAME)
         if size <= 0:
             return False
         size = min(size, stream.buffered)

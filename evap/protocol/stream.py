@@ -20,7 +20,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from evap.protocol import hpack_out
-from evap.protocol.events import HeaderList, RequestHead
+from evap.protocol.events import HeaderList, Keep, Reply, RequestHead
 from evap.protocol.limits import LINGER_NS
 from evap.protocol.priority import DEFAULT_URGENCY
 
@@ -128,6 +128,8 @@ class Stream:
     )
 
     version = "2"
+    #: octets of the connection's window that this stream may not take
+    reserve = 0
 
     def __init__(self, core: Http2Core, h2: H2Stream, now_ns: int) -> None:
         self.core = core
@@ -203,6 +205,13 @@ class Stream:
         if self.alive:
             self.send(body)
             self.end()
+
+    @property
+    def pushable(self) -> bool:
+        return self.alive and self.core.pushes.possible(self)
+
+    def push(self, path: bytes, keep: Keep | None) -> Reply | None:
+        return self.core.pushes.promise(self, path, keep) if self.alive else None
 
     def abort(self) -> None:
         if self.alive:

@@ -26,10 +26,6 @@ CASES: dict[int, list[Found]] = defaultdict(list)
 
 #: Not tests that are skipped: there is nothing yet that they could drive.
 PENDING: Final = {
-    53: "push: RST_STREAM on a promised stream ends only that push (RFC 9113 6.6)",
-    54: "push: ENABLE_PUSH=0 and MAX_CONCURRENT_STREAMS of the client hold (RFC 9113 8.4)",
-    55: "push: a reset parent takes its pushes with it (RFC 9113 8.4)",
-    56: "push: a pushed GET can be repeated within its life (RFC 9110 9.3.1)",
     57: "routing: loops and stale epochs are refused (RFC 9110 7.6, 15.5.20)",
     58: "routing: a peer that dies mid-way is an error, never a clean end (RFC 9113 8.1)",
 }

@@ -232,6 +232,45 @@ def test_a_long_head_goes_out_in_continuations() -> None:
     assert sum(len(event.headers or []) for event in events if hasattr(event, "headers")) == 11
 
 
+@pytest.mark.parametrize("end", [True, False])
+def test_promises_and_their_answers(end: bool) -> None:
+    twins = Twins()
+    parent = twins.request(1, end=end)
+    fields = [(b":method", b"GET"), *f.POST[1:3], (b":path", b"/p")]
+    for sid in (2, 4):
+        twins.stock.push_stream(1, sid, fields)
+        block = hpack_out.promised(b"http", b"node:8000", b"/p")
+        promised, mine = twins.ours.promise(parent, block)
+        theirs, _ = twins.take()
+        assert promised.stream_id == sid
+        assert mine[3:9] == theirs[3:9], "type, flags and stream"
+        assert mine[9:13] == theirs[9:13] == sid.to_bytes(4)
+        assert Decoder().decode(mine[13:], raw=True) == fields
+        twins.same()
+        twins.stock.send_headers(sid, [(b":status", b"200")])
+        twins.stock.send_data(sid, b"12345", end_stream=True)
+        theirs, _ = twins.take()
+        mine = twins.ours.head(promised, hpack_out.status(200), end=False)
+        mine += twins.ours.data_header(promised, 5, end=True) + b"12345"
+        assert mine[:3] + mine[4:] == theirs[:3] + theirs[4:]
+        twins.same()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_promise_that_the_client_resets(when: str) -> None:
+    twins = Twins()
+    parent = twins.request(1, end=True)
+    twins.stock.push_stream(1, 2, [(b":method", b"GET"), *f.POST[1:3], (b":path", b"/p")])
+    promised, _ = twins.ours.promise(parent, hpack_out.promised(b"http", b"node:8000", b"/p"))
+    if when == "after":
+        twins.stock.send_headers(2, [(b":status", b"200")])
+        twins.ours.head(promised, hpack_out.status(200), end=False)
+    twins.stock.receive_data(f.rst(2))
+    twins.ours.feed(f.rst(2))
+    assert promised.closed
+    twins.same()
+
+
 def test_goaway_changes_no_state() -> None:
     for before in (False, True):
         ours = ServerConnection(CONFIG)

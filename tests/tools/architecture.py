@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent.parent
 PAGE: Final = ROOT / "ARCHITECTURE.md"
 BEGIN: Final = "<!-- files: python -m tests.tools.architecture --write -->"
 END: Final = "<!-- /files -->"
-FOLDERS: Final = ("evap", "tests", "fuzz", "bench")
+FOLDERS: Final = ("evap", "tests", "fuzz", "bench", "examples")
 SUFFIXES: Final = (".py", ".cu", ".h", ".cpp", ".c", ".mjs", ".js", ".sh")
 WIDTH: Final = 130
 

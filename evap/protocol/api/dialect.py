@@ -1,7 +1,7 @@
 """What a dialect of the API must give: parse a body into a ParsedRequest, and render an answer piece by piece.
 
-One renderer serves streamed and whole answers. Streamed: prelude, (delta | a row made of prefix + text + tail)*,
-finish per choice, usage, done; or error and done. Whole: `whole`. A renderer is made per request and has no I/O.
+One renderer serves streamed and whole answers. Streamed, per choice: prelude, (delta | a row made of prefix + text +
+tail)*, finish; then usage, done; or error and done. Whole: `whole`. A renderer is made per request and has no I/O.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Renderer(Protocol):
     #: the response's id ("chatcmpl-..."), also for GET /v1/usage/{id}
     id: str
 
-    def prelude(self, usage: Usage | None = None) -> bytes:
-        """Events before the first token (the assistant's role, for each choice); may be empty. `usage` as in delta."""
+    def prelude(self, index: int, usage: Usage | None = None) -> bytes:
+        """A choice's event before its first token (the assistant's role); may be empty. `usage` as in delta."""
         ...
 
     def row(self, index: int) -> tuple[bytes, bytes] | None:

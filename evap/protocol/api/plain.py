@@ -27,7 +27,7 @@ class PlainRenderer:
     def __init__(self, id: str) -> None:
         self.id = id
 
-    def prelude(self, usage: Usage | None = None) -> bytes:
+    def prelude(self, index: int, usage: Usage | None = None) -> bytes:
         return b""
 
     def row(self, index: int) -> tuple[bytes, bytes] | None:

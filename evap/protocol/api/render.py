@@ -68,10 +68,8 @@ class EventRenderer:
         self._no_usage = _NO_USAGE if request.include_usage else b""
         self._offsets: dict[int, int] = {}
 
-    def prelude(self, usage: Usage | None = None) -> bytes:
-        if not self._shape.prelude:
-            return b""
-        return b"".join(self._event(i, self._shape.prelude, usage) for i in range(self._request.n))
+    def prelude(self, index: int, usage: Usage | None = None) -> bytes:
+        return self._event(index, self._shape.prelude, usage) if self._shape.prelude else b""
 
     def row(self, index: int) -> tuple[bytes, bytes] | None:
         request, shape = self._request, self._shape

@@ -5,6 +5,7 @@ Rule: only `public` routes may be served without a key (health probes have none)
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote_to_bytes
@@ -46,6 +47,8 @@ ROUTES: Final = {
 }
 #: Prefix -> route whose argument is the rest of the path, slashes included ("org/model").
 PREFIXES: Final = {"/v1/models/": Route("model", "GET"), "/v1/usage/": Route("usage_one", "GET")}
+#: A part of a streamed answer that was pushed.
+BLOCK: Final = re.compile(r"/v1/(?:chat/)?completions/[\w-]+/blocks/\d+", re.ASCII).fullmatch
 ALLOW: Final = {"POST": "POST, OPTIONS", "GET": "GET, HEAD, OPTIONS"}
 #: `OPTIONS *` (RFC 9110 section 9.3.7) asks about the server as a whole.
 ALLOW_ANY: Final = "GET, HEAD, POST, OPTIONS"
@@ -80,6 +83,8 @@ def _find(path: str) -> tuple[Route, str]:
                 return candidate, unquote_to_bytes(path[len(prefix) :]).decode()
             except UnicodeDecodeError:
                 break
+    if BLOCK(path) is not None:
+        return Route("block", "GET"), ""
     raise NotFound(f"there is no '{echo(path)}' here")
 
 

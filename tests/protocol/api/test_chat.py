@@ -206,7 +206,7 @@ def test_a_stream() -> None:
     }
     role = {"role": "assistant", "content": ""}
     assert r.id == head["id"]
-    assert events(r.prelude()) == [
+    assert events(r.prelude(0) + r.prelude(1)) == [
         {**head, "choices": [{"index": i, "delta": role, "finish_reason": None}]} for i in range(2)
     ]
     assert events(r.delta(1, 'a"\n')) == [
@@ -229,7 +229,7 @@ def test_usage_is_null_in_every_chunk_if_and_only_if_it_was_asked_for() -> None:
     without = renderer(stream=True)
     asked = renderer(stream=True, stream_options={"include_usage": True})
     for make in (
-        lambda r: r.prelude(),
+        lambda r: r.prelude(0),
         lambda r: r.delta(0, "x"),
         lambda r: r.finish(0, "stop"),
         lambda r: b'x"'.join(r.row(0)),
@@ -249,7 +249,7 @@ def test_the_final_usage_event_has_no_choices() -> None:
 
 def test_running_usage() -> None:
     r = renderer(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
-    for data in (r.prelude(USAGE), r.delta(0, "x", None, USAGE), r.finish(0, "stop", usage=USAGE)):
+    for data in (r.prelude(0, USAGE), r.delta(0, "x", None, USAGE), r.finish(0, "stop", usage=USAGE)):
         assert events(data)[0]["usage"]["completion_tokens"] == 5
 
 

@@ -112,7 +112,7 @@ def test_refused(prompt: Any, extra: dict[str, Any], param: str) -> None:
 
 def test_a_stream() -> None:
     r = renderer(stream=True)
-    assert r.prelude() == b""
+    assert r.prelude(0) == b""
     assert event(r.delta(2, 'a"')) == {
         **HEAD, "choices": [{"index": 2, "text": 'a"', "logprobs": None, "finish_reason": None}],
     }  # fmt: skip

@@ -39,7 +39,7 @@ def test_answers(name: str, chunk: Any, whole: Any, logprobs: int | None) -> Non
     assert answer.usage.total_tokens == 5
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
     assert answer.choices[0].finish_reason == "stop"
-    events = [*r.prelude().split(b"\n\n"), r.delta(0, "a", entries), r.usage(USAGE)]
+    events = [*r.prelude(0).split(b"\n\n"), r.delta(0, "a", entries), r.usage(USAGE)]
     if name == "chat":  # the type of the older dialect has no null finish_reason, though the service sends it
         row = r.row(0)
         events += [] if row is None else [b'a"   '.join(row)]

@@ -10,7 +10,7 @@ from evap.protocol.api.plain import PlainRenderer
 def test_only_text() -> None:
     r = PlainRenderer("chatcmpl-x")
     parts = [
-        r.prelude(), r.delta(0, "h\u00e9"), r.delta(0, "\U0001f600\n"), r.tokens([1]), r.finish(0, "stop", "x"),
+        r.prelude(0), r.delta(0, "h\u00e9"), r.delta(0, "\U0001f600\n"), r.tokens([1]), r.finish(0, "stop", "x"),
         r.usage(Usage()), r.error(EngineFailed("x")), r.done(),
     ]  # fmt: skip
     assert b"".join(parts) == "h\u00e9\U0001f600\n".encode()

@@ -142,7 +142,7 @@ def test_what_ids_cannot_do_is_refused() -> None:
 def test_every_renderer_takes_every_call(kind: str) -> None:
     renderer, usage = make("chat", request(), kind=kind), Usage(prompt=1, emitted=1)
     parts = [
-        renderer.prelude(), renderer.delta(0, "x", None, usage), renderer.finish(0, "stop", "s", usage),
+        renderer.prelude(0), renderer.delta(0, "x", None, usage), renderer.finish(0, "stop", "s", usage),
         renderer.usage(usage), renderer.error(EngineFailed("x")), renderer.done(), renderer.tokens([1]),
         renderer.whole([Choice(index=0, text="x", finish_reason="stop")], usage),
     ]  # fmt: skip

@@ -20,7 +20,7 @@ def test_ids_are_little_endian_u32(ids: list[int]) -> None:
 def test_only_ids() -> None:
     r = TokensRenderer("x")
     parts = [
-        r.prelude(), r.delta(0, "text"), r.finish(0, "stop"), r.usage(Usage()), r.error(EngineFailed("x")), r.done(),
+        r.prelude(0), r.delta(0, "text"), r.finish(0, "stop"), r.usage(Usage()), r.error(EngineFailed("x")), r.done(),
     ]  # fmt: skip
     assert b"".join(parts) == b""
     assert r.row(0) == (b"", b"")
