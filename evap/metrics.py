@@ -10,16 +10,16 @@ Everything that is counted is a `Snapshot`, and snapshots add up: several proces
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from evap import exposition
 from evap.histogram import Gaps, Histogram
 from evap.messages import Usage
 
@@ -279,54 +279,28 @@ class Metrics:
 
     def render(self, others: Sequence[Snapshot] = ()) -> bytes:
         """The page. others: snapshots of the other processes that serve the same port."""
-        page = _Page(merged([self.snapshot(), *others]), self._model)
-        self.registry.register(page)
-        try:
-            return generate_latest(self.registry)
-        finally:
-            self.registry.unregister(page)
+        whole = merged([self.snapshot(), *others])
+        lines = page(whole, self._model)
+        lines.append("")
+        return "\n".join(lines).encode() + generate_latest(self.registry)
 
 
-class _Page:
-    """A snapshot as prometheus_client's collector."""
-
-    def __init__(self, snapshot: Snapshot, model: str) -> None:
-        self._snapshot, self._model = snapshot, model
-        self._families = FAMILIES | {name: Family(*text) for name, text in snapshot.families.items()}
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        for name, family in self._families.items():
-            yield self._metric(name, name, family, family.bounds)
-        for name, (ours, bounds) in VLLM.items():
-            if ours in self._families:
-                kind, _, label, all_bounds = self._families[ours]
-                same = Family(kind, f"As vLLM counts it: {ours}", "finished_reason" if label else "", all_bounds)
-                yield self._metric(f"vllm:{name}", ours, same, bounds, self._model)
-
-    def _metric(
-        self, name: str, ours: str, family: Family, bounds: Sequence[float], model: str | None = None
-    ) -> Metric:
-        names, own = (("model_name",), (model,)) if model is not None else ((), ())
-        if family.kind == "histogram":
-            counts, total = self._snapshot.histograms[ours]
-            found = HistogramMetricFamily(name, family.help, labels=names)
-            found.add_metric(own, _cumulative(family.bounds, counts, bounds), total)
-            return found
-        kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-        metric = kind(name, family.help, labels=(*names, *([family.label] if family.label else ())))
-        for value, number in self._snapshot.values.get(ours, {}).items():
-            metric.add_metric((*own, *([value] if family.label else ())), number)
-        return metric
+def page(whole: Snapshot, model: str) -> list[str]:
+    """Lines of the page, evap's names first."""
+    families = FAMILIES | {name: Family(*text) for name, text in whole.families.items()}
+    lines = [line for name, it in families.items() for line in _lines(whole, name, name, it, it.bounds, {})]
+    for name, (ours, bounds) in VLLM.items():
+        if ours in families:
+            kind, _, label, all_bounds = families[ours]
+            same = Family(kind, f"As vLLM counts it: {ours}", "finished_reason" if label else "", all_bounds)
+            lines += _lines(whole, f"vllm:{name}", ours, same, bounds, {"model_name": model})
+    return lines
 
 
-def _cumulative(bounds: Sequence[float], counts: Sequence[int], wanted: Sequence[float]) -> list[tuple[str, float]]:
-    """Buckets as Prometheus wants them: how many were at most `le`. wanted: some of `bounds`."""
-    buckets, below = [], 0
-    for bound, count in zip(bounds, counts, strict=False):
-        below += count
-        if bound in wanted:
-            buckets.append((str(float(bound)), float(below)))
-    return [*buckets, ("+Inf", float(sum(counts)))]
+def _lines(
+    whole: Snapshot, name: str, ours: str, it: Family, bounds: Sequence[float], own: Mapping[str, str]
+) -> list[str]:
+    if it.kind != "histogram":
+        return exposition.family(name, it.kind, it.help, it.label, whole.values.get(ours, {}), own)
+    counts, total = whole.histograms[ours]
+    return exposition.histogram(name, it.help, it.bounds, counts, total, bounds, own)
