@@ -14,7 +14,9 @@ import msgspec
 from evap.messages import Usage
 
 #: Ends that are the server's fault. An operation that ended so, and delivered nothing, may be tried again.
-FAULTS: Final = frozenset(("engine_failed", "engine_unavailable", "internal_error", "draining", "interrupted"))
+FAULTS: Final = frozenset((
+    "engine_failed", "engine_unavailable", "internal_error", "draining", "interrupted", "ttft_timeout",
+))  # fmt: skip
 #: Ends as the transport calls them -> as records call them.
 _ENDS: Final = {"client_reset": "client_abort", "client_gone": "client_abort"}
 INTERRUPTED: Final = "interrupted"  #: the server was killed; settled at the next start

@@ -30,7 +30,7 @@ class Priorities:
         """A request has come; its head, with the update that came before it in place of its field (section 7)."""
         early = self.waiting.pop(stream.stream_id, None) if self.waiting else None
         if early is not None:
-            head = replace(head, index={**head.index, b"priority": early})
+            head = _with(head, early)
         value = head.get(b"priority")
         if value is not None:
             stream.urgency = parse(value).urgency
@@ -47,5 +47,11 @@ class Priorities:
             core.outbox.move(stream, parse(value).urgency)
             if stream.delivered:
                 core.events.append(PriorityChanged(stream, value))
+            elif stream.head is not None:  # nobody has the request yet
+                stream.head = _with(stream.head, value)
         elif core.conn.is_idle(sid) and len(self.waiting) < core.config.max_concurrent_streams:
             self.waiting[sid] = value
+
+
+def _with(head: RequestHead, value: bytes) -> RequestHead:
+    return replace(head, index={**head.index, b"priority": value})

@@ -101,6 +101,12 @@ def test_an_update_while_the_body_comes_is_no_event_yet() -> None:
     new = raw.send(f.headers(1), f.priority_update(1, b"u=0"))
     assert not new
     assert raw.core.streams[1].urgency == 0
+    raw.send(f.data(1, b"{}", end=True))
+    assert raw.requests()[0].head.get(b"priority") == b"u=0"
+    raw.send(f.get(3, (b"priority", b"u=6")), f.priority_update(3, b"u=2"), f.get(5, (b"priority", b"u=6")))
+    raw.send(f.post(7) + f.priority_update(7, b"u=5"))
+    heads = [request.head.get(b"priority") for request in raw.requests()]
+    assert heads == [b"u=0", b"u=2", b"u=6", b"u=5"], "in the same read, before anybody has it"
     raw.send(f.priority_update(99, b"u=0"), f.rst(1), f.priority_update(1, b"u=0"))
     assert raw.healthy
 
