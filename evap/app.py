@@ -31,6 +31,7 @@ from evap.protocol.events import (
     WindowOpened,
 )
 from evap.protocol.headers import JSON, echoed, error_body, error_headers, wire_code
+from evap.protocol.spool import Body
 from evap.usage import Background, UsagePages
 
 logger = logging.getLogger("evap.app")
@@ -68,6 +69,8 @@ class App:
             dispatch.accounting, counts=dispatch.steps.counts, background=background, send_error=send_error,
             policy=config.meter.billable, answered=metrics.answered,
         )  # fmt: skip
+        if dispatch.large is not None:
+            dispatch.large.refuse = self._refuse
         #: last line that the replica said of itself, for /ready
         self.detail = ""
         self._handlers: dict[str, Callable[[Reply, RequestHead, Match], None]] = {
@@ -107,13 +110,13 @@ class App:
             return error
         return None
 
-    def _request(self, reply: Reply, head: RequestHead, body: bytes) -> None:
+    def _request(self, reply: Reply, head: RequestHead, body: Body) -> None:
         try:
             found = route(head.method, head.path)
             account = None if found.public else self._dispatch.accounting.authenticate(head)
             dialect = self._dialects.get(found.name)
             if dialect is not None:
-                self._dispatch.generate(reply, head, body, dialect, account)
+                self._dispatch.generate(reply, head, body, dialect, account, found.name)
             elif found.name == "block":
                 key = account.key.id if account is not None else ""
                 self._dispatch.blocks.fetch(head.path, key, reply, self._block)
@@ -123,17 +126,20 @@ class App:
                 self._usage.one(reply, found.argument, account)
             else:
                 self._handlers[found.name](reply, head, found)
-        except Draining:
+        except Exception as error:  # noqa: BLE001 - judged there
+            self._refuse(reply, head, error)
+
+    def _refuse(self, reply: Reply, head: RequestHead, error: Exception) -> None:
+        """A request that no exchange was made for."""
+        if isinstance(error, Draining):
             reply.refuse()
             self._metrics.answered(503)
-        except EvapError as error:
+            return
+        if isinstance(error, EvapError):
             self._dispatch.note(error)
-            self._refuse(reply, head, error)
-        except Exception:
-            logger.exception("a request handler failed")
-            self._refuse(reply, head, InternalError("the server failed to handle this request"))
-
-    def _refuse(self, reply: Reply, head: RequestHead, error: EvapError) -> None:
+        else:
+            logger.error("a request handler failed", exc_info=error)
+            error = InternalError("the server failed to handle this request")
         try:
             headers = echoed(head)
         except EvapError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -29,7 +30,9 @@ from evap.errors import (
 )
 from evap.exchange import Exchange, Input, State
 from evap.identity import Identity
-from evap.messages import ReplicaState, SamplingParams
+from evap.intake.helper import Intake
+from evap.large import LargeRequests
+from evap.messages import ParsedRequest, Prompt, ReplicaState, SamplingParams
 from evap.metering.accounts import Account
 from evap.metrics import Live
 from evap.outlet import Offer
@@ -39,6 +42,7 @@ from evap.protocol.api.media import check_body, negotiate
 from evap.protocol.events import HeaderList, Reply, RequestHead
 from evap.protocol.headers import echoed
 from evap.protocol.rows import RowTable
+from evap.protocol.spool import Body, Spool
 from evap.protocol.trace_context import TraceContext
 from evap.steps import Steps
 from evap.upkeep import Upkeep
@@ -74,17 +78,9 @@ class Dispatch:
     """All exchanges of a process."""
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        text: Text,
-        replica: Replica,
-        rows: RowTable,
-        model: str,
-        shell: Shell,
-        accounting: Accounting | None = None,
-        live: Live | None = None,
-    ) -> None:
+        self, config: Config, *, text: Text, replica: Replica, rows: RowTable, model: str, shell: Shell,
+        accounting: Accounting | None = None, live: Live | None = None, intake: Intake | None = None,
+    ) -> None:  # fmt: skip
         self.text = text
         self.replica = replica
         self.model = model
@@ -113,6 +109,7 @@ class Dispatch:
             counts=self.limits, ttft_s=config.engine.ttft_timeout_s,
         )  # fmt: skip
         self._identity = Identity()
+        self.large = LargeRequests(intake, text, self.room, shell.in_pool, self.accounting.look_up) if intake else None
 
     def engine_ready(self) -> None:
         """The engine says what it is, now or again."""
@@ -129,16 +126,33 @@ class Dispatch:
     # A request comes in
 
     def generate(
-        self, reply: Reply, head: RequestHead, body: bytes, dialect: Dialect, account: Account | None = None
-    ) -> None:
-        """Validate, admit, tokenize, submit. Raises EvapError for what is refused at once (the caller answers)."""
+        self, reply: Reply, head: RequestHead, body: Body, dialect: Dialect, account: Account | None = None,
+        name: str = "",
+    ) -> None:  # fmt: skip
+        """Validate, admit, tokenize, submit. Raises EvapError for what is refused at once (the caller answers).
+
+        name: of the dialect; a large body (a Spool) is parsed by another process, which knows it by name.
+        """
         headers = echoed(head)
-        deadline_ms = terms.deadline_ms(head)
         check_body(head.get(b"content-type"), head.get(b"content-encoding"))
-        request = dialect.parse(body, max_choices=self._config.engine.max_choices)
+        if isinstance(body, Spool):
+            assert self.large is not None
+            self.may_wait(account, head, reply.core, body.size)
+            self.large.take(reply, head, body, name, partial(self._open, reply, head, headers, dialect, account))
+            return
+        request, octets = dialect.parse(body, max_choices=self._config.engine.max_choices), len(body)
+        exchange, flow = self._open(reply, head, headers, dialect, account, octets, request)
+        self.room.enter(exchange, flow, octets, pooled=octets >= INLINE_BODY_BYTES or exchange.account.lookup)
+
+    def _open(
+        self, reply: Reply, head: RequestHead, headers: HeaderList, dialect: Dialect, account: Account | None,
+        octets: int, request: ParsedRequest,
+    ) -> tuple[Exchange, Hashable]:  # fmt: skip
+        """A valid request is let in; also for whom it waits. Raises EvapError."""
+        deadline_ms = terms.deadline_ms(head)
         kind = negotiate(head.get(b"accept"), request.stream)
         adapter = self._adapter(request.model)
-        flow = self.may_wait(account, head, reply.core, len(body))
+        flow = self.may_wait(account, head, reply.core, octets)
         renderer = dialect.renderer(
             request,
             kind=kind,
@@ -162,7 +176,7 @@ class Dispatch:
         self.accounting.running[renderer.id] = exchange
         if deadline_ms:
             self.upkeep.expect(exchange, exchange.opened_ns + deadline_ms * 1_000_000)
-        self.room.enter(exchange, flow, len(body), pooled=len(body) >= INLINE_BODY_BYTES or ticket.lookup)
+        return exchange, flow
 
     def _adapter(self, model: str | None) -> str:
         """The adapter that a request names as its model, "" for the model itself."""
@@ -185,23 +199,24 @@ class Dispatch:
         if self.replica.state is not ReplicaState.READY:
             raise self._unavailable()
         flow = flow_of(account.key.id if account is not None else "", head.peer, connection)
-        self.room.check(flow, octets, pooled=octets >= INLINE_BODY_BYTES)
+        large = self.large is not None and octets > self._config.protocol.large_body_bytes
+        self.room.check(flow, octets, pooled=octets >= INLINE_BODY_BYTES and not large)
         return flow
 
     def _unavailable(self) -> EngineUnavailable:
         return EngineUnavailable("the engine is not ready", retry_after_s=5)
 
-    def _tokenize(self, exchange: Exchange) -> list[int]:
+    def _tokenize(self, exchange: Exchange) -> Prompt:
         request = exchange.request
         if exchange.account.lookup:
             self.accounting.look_up(exchange.account)
         if request.messages is not None:
-            return self.text.chat_ids(request.messages, dict(request.template_args))
+            return Prompt.of(self.text.chat_ids(request.messages, dict(request.template_args)))
         if request.prompt_ids is not None:
-            return list(request.prompt_ids)
-        return self.text.encode(request.prompt_text or "")
+            return Prompt.of(list(request.prompt_ids))
+        return Prompt.of(self.text.encode(request.prompt_text or ""))
 
-    def _prepared(self, exchange: Exchange, result: list[int] | Exception) -> None:
+    def _prepared(self, exchange: Exchange, result: Prompt | Exception) -> None:
         """It has its ids (or cannot have them), and there is a place for it."""
         try:
             if isinstance(result, Exception):
@@ -224,10 +239,12 @@ class Dispatch:
         exchange.fail(error)
         self._abandon(exchange)
 
-    def _submit(self, exchange: Exchange, prompt_ids: list[int]) -> None:
-        request = exchange.request
+    def _submit(self, exchange: Exchange, prompt: Prompt) -> None:
+        if prompt.text is not None:
+            exchange.request = msgspec.structs.replace(exchange.request, prompt_text=prompt.text)
+        request, prompt_ids = exchange.request, prompt.ids
         sampling = self._complete(request.sampling, request.max_tokens, len(prompt_ids))
-        check_request(self.replica.info, self.text.eos_ids, sampling, prompt_ids)
+        check_request(self.replica.info, self.text.eos_ids, sampling, prompt)
         self.replica.check(sampling, prompt_ids)
         if self.replica.state is not ReplicaState.READY:
             raise self._unavailable()
@@ -263,8 +280,9 @@ class Dispatch:
         """StreamCancelled: the engine hears of it at once, also while it is silent."""
         exchange = reply.owner
         if not isinstance(exchange, Exchange):
-            return
-        if reply is not exchange.reply:
+            if self.large is not None:
+                self.large.cancelled(reply)
+        elif reply is not exchange.reply:
             self.steps.lose(exchange, reply, reason)
             self._shell.soon(self._flush_and_settle)
         elif exchange.can(Input.CANCEL):
@@ -311,6 +329,8 @@ class Dispatch:
     def _settled(self, exchange: Exchange) -> None:
         del self.open[exchange]
         self.upkeep.settled(exchange)
+        if self.large is not None:
+            self.large.settled(exchange)
         self.accounting.settled(exchange, exchange.usage(), self._shell.now_ns())
         self._shell.settled(exchange)
 

@@ -20,6 +20,7 @@ class Built:
     text: Text
     model: str
     chat: bool
+    path: str = ""  #: the model's directory, for whoever needs the text side again
 
 
 def build(config: EngineConfig, clock: Clock) -> Built:
@@ -43,7 +44,7 @@ def build(config: EngineConfig, clock: Clock) -> Built:
         from evap.engine.supervisor import TorchReplica
 
         replica = TorchReplica(config, local.path)
-    return Built(engine, replica, text, config.served_model_name or local.name, text.has_template)
+    return Built(engine, replica, text, config.served_model_name or local.name, text.has_template, str(local.path))
 
 
 def _synthetic(config: EngineConfig, clock: Clock) -> Built:

@@ -53,7 +53,7 @@ class Exchange:
         self.account = account or Ticket()
         self.kind = renderer.kind
         self.state = State.OPEN
-        self.prompt_ids: list[int] = []
+        self.prompt_ids: Sequence[int] = []
         self.sampling = request.sampling
         self.choices: list[ChoiceRun] = []
         self.cached = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -126,10 +126,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     extra: dict[str, Any] = {}
 
 
+class Prompt(NamedTuple):
+    """A tokenized prompt. ids: a list, or a memoryview of C ints where it is long. low, high: the least and the
+    greatest of them (0 if there are none). text: to be echoed, where the request does not have it."""
+
+    ids: Sequence[int]
+    low: int
+    high: int
+    text: str | None = None
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> Prompt:
+        return cls(ids, *span(ids))
+
+
+def span(ids: Sequence[int]) -> tuple[int, int]:
+    """The least and the greatest id; zeros if there are none."""
+    if not ids:
+        return 0, 0
+    if isinstance(ids, memoryview):
+        array = np.frombuffer(ids, np.int32)
+        return int(array.min()), int(array.max())
+    return min(ids), max(ids)
+
+
+def id_list(ids: Sequence[int]) -> list[int]:
+    """For those who need a list."""
+    return ids.tolist() if isinstance(ids, memoryview) else list(ids)
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation: what an engine is given. n choices are n of these with seeds offset by the choice."""
 
-    prompt_ids: list[int]
+    #: a list, or a memoryview of C ints (read-only) where it is long
+    prompt_ids: Sequence[int]
     sampling: SamplingParams
     #: Lower is sooner (vLLM's sense); of the key, RFC 9218's urgency, or the body: see `waiting.rank`.
     priority: int = 0
@@ -167,7 +197,8 @@ class LogprobText(msgspec.Struct, frozen=True):
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated API request, whatever the dialect. Exactly one of messages, prompt_text, prompt_ids is set."""
+    """A validated API request, whatever the dialect. Exactly one of messages, prompt_text, prompt_ids is set;
+    none in one whose prompt is tokenized elsewhere (evap.intake)."""
 
     model: str | None
     messages: Sequence[Mapping[str, Any]] | None = None

@@ -29,6 +29,8 @@ from evap.dispatch import Dispatch, Shell
 from evap.engines import Built, build
 from evap.errors import Draining
 from evap.heartbeat import Heartbeat
+from evap.intake.helper import Intake
+from evap.intake.wire import Boot
 from evap.messages import ReplicaState
 from evap.metrics import Metrics
 from evap.observe import Observer, watch
@@ -143,6 +145,8 @@ class Server:
             for server in servers:
                 server.close()
             self.hub.close()
+            if self.intake is not None:
+                self.intake.close()
             await built.replica.stop()
 
     async def _accept(self, listener: Listener, tls: ssl.SSLContext | None) -> asyncio.AbstractServer:
@@ -164,6 +168,7 @@ class Server:
             log_requests=config.server.log_requests, tracer=self.tracer,
         )  # fmt: skip
         self.rows = RowTable(_slots(config.engine))
+        self.intake = self._intake(built)
         self.dispatch = Dispatch(
             config, text=built.text, replica=built.replica, rows=self.rows, model=built.model,
             shell=Shell(
@@ -171,7 +176,7 @@ class Server:
                 later=self._loop.call_later,
                 flush=self._flush, settled=observer.settled, log_exception=logger.exception, send_error=send_error,
             ),
-            accounting=self.accounting, live=self.metrics.live,
+            accounting=self.accounting, live=self.metrics.live, intake=self.intake,
         )  # fmt: skip
         self.app = App(
             config, self.dispatch, self.metrics, created_s=int(time.time()), hung=lambda: self.heartbeat.hung,
@@ -180,11 +185,21 @@ class Server:
         )  # fmt: skip
         self.hub = Hub(config.protocol, on_event=self.app.on_event, loop=self._loop)
         self.hub.shared.admit = self.app.admit
+        if self.intake is not None:
+            self.hub.shared.spool_over = config.protocol.large_body_bytes
         on_batch = self.dispatch.steps.on_batch
         if config.protocol.coalesce_ms:
             on_batch = Coalescer(config.protocol.coalesce_ms / 1e3, on_batch, self._loop.call_later).on_batch
         built.replica.listen(on_batch, self._engine_state)
         watch(self.metrics, self.dispatch, self.hub.shared, config.engine, self.tracer)
+
+    def _intake(self, built: Built) -> Intake | None:
+        """Where large bodies go; None where the system has no memory files (they are Linux'), or by option."""
+        engine = self.config.engine
+        if not self.config.protocol.large_body_bytes or not hasattr(os, "memfd_create"):
+            return None
+        structured = built.engine == "vllm"
+        return Intake(Boot(built.path, engine.token_cache_mb, engine.max_choices, structured))
 
     # What dispatch asks of the loop
 

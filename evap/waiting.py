@@ -7,7 +7,7 @@ nothing. Large prompts are tokenized in the pool, POOL_AT_ONCE at a time, in tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from evap.admission import OCTETS_PER_TOKEN, Admission, Stage, pushed_out
 from evap.config import EngineConfig
 from evap.errors import EvapError
 from evap.exchange import Exchange
+from evap.messages import Prompt
 from evap.protocol.limits import network_of
 from evap.slots import SlotTable
 
@@ -38,7 +39,7 @@ class WaitingRoom:
 
     def __init__(
         self, config: EngineConfig, *, slots: SlotTable[Any], now_ns: Callable[[], int], in_pool: InPool,
-        soon: Callable[[Callable[[], None]], object], tokenize: Callable[[Exchange], Sequence[int]],
+        soon: Callable[[Callable[[], None]], object], tokenize: Callable[[Exchange], Prompt],
         prepared: Callable[[Exchange, Any], None], refuse: Callable[[Exchange, EvapError], None],
         counts: dict[str, int],
     ) -> None:  # fmt: skip
@@ -48,7 +49,7 @@ class WaitingRoom:
         self._now_ns, self._in_pool, self._soon = now_ns, in_pool, soon
         self._tokenize, self._prepared, self._refuse = tokenize, prepared, refuse
         self._tokenizing = 0
-        self._ids: dict[Exchange, Sequence[int]] = {}  # of those that were tokenized before their place was free
+        self._prompts: dict[Exchange, Prompt] = {}  # of those that were tokenized before their place was free
         self._pumping = False
         self.places = 0
         self.engine_runs(config.max_running)
@@ -70,17 +71,34 @@ class WaitingRoom:
             self._prepare(exchange)
             return
         stage = Stage.HAND if straight else Stage.PROMPTS if pooled else Stage.ENGINE
-        tokens, n = octets // OCTETS_PER_TOKEN, exchange.request.n
-        for other in self.line.join(exchange, flow, exchange.priority, tokens, n, stage):
-            self._ids.pop(other, None)
-            self._refuse(other, pushed_out(self.line.retry_after_s(self._now_ns())))
+        self._join(exchange, flow, octets, stage)
         if straight:
             self._to_pool(exchange)
+
+    def hold(self, exchange: Exchange, flow: Hashable, octets: int) -> None:
+        """The same for one whose prompt is tokenized elsewhere, in an order of its own; `deliver` brings it."""
+        self._join(exchange, flow, octets, Stage.HAND)
+
+    def deliver(self, exchange: Exchange, result: Prompt | Exception) -> None:
+        if exchange not in self.line:
+            return  # the client has left meanwhile
+        if isinstance(result, Exception) or self.straight(pooled=False):
+            self.line.leave(exchange)
+            self._prepared(exchange, result)
+        else:
+            self._prompts[exchange] = result
+            self.line.put(exchange, Stage.ENGINE)
+
+    def _join(self, exchange: Exchange, flow: Hashable, octets: int, stage: Stage) -> None:
+        tokens, n = octets // OCTETS_PER_TOKEN, exchange.request.n
+        for other in self.line.join(exchange, flow, exchange.priority, tokens, n, stage):
+            self._prompts.pop(other, None)
+            self._refuse(other, pushed_out(self.line.retry_after_s(self._now_ns())))
 
     def leave(self, exchange: Exchange) -> None:
         """It is cancelled, refused or late. No-op for one that does not wait."""
         if self.line.leave(exchange):
-            self._ids.pop(exchange, None)
+            self._prompts.pop(exchange, None)
 
     def pump(self) -> None:
         """Places have become free."""
@@ -98,9 +116,9 @@ class WaitingRoom:
 
     def _start(self, exchange: Exchange) -> None:
         self.line.leave(exchange)
-        ids = self._ids.pop(exchange, None)
-        if ids is not None:
-            self._prepared(exchange, ids)
+        prompt = self._prompts.pop(exchange, None)
+        if prompt is not None:
+            self._prepared(exchange, prompt)
         else:
             self._prepare(exchange)
 
@@ -115,27 +133,20 @@ class WaitingRoom:
 
     def _prepare(self, exchange: Exchange) -> None:
         try:
-            ids: Sequence[int] | Exception = self._tokenize(exchange)
+            prompt: Prompt | Exception = self._tokenize(exchange)
         except Exception as error:  # noqa: BLE001 - judged by `prepared`, as when it comes from the pool
-            ids = error
-        self._prepared(exchange, ids)
+            prompt = error
+        self._prepared(exchange, prompt)
 
     def _to_pool(self, exchange: Exchange) -> None:
         self._tokenizing += 1
         self._in_pool(lambda: self._tokenize(exchange), partial(self._tokenized, exchange))
 
-    def _tokenized(self, exchange: Exchange, result: Sequence[int] | Exception) -> None:
+    def _tokenized(self, exchange: Exchange, result: Prompt | Exception) -> None:
         self._tokenizing -= 1
         if self.line.waiting(Stage.PROMPTS):
             self._to_pool(self.line.take(Stage.PROMPTS, self._now_ns()))
-        if exchange not in self.line:
-            return  # the client left while its prompt was in the pool
-        if isinstance(result, Exception) or self.straight(pooled=False):
-            self.line.leave(exchange)
-            self._prepared(exchange, result)
-        else:
-            self._ids[exchange] = result
-            self.line.put(exchange, Stage.ENGINE)
+        self.deliver(exchange, result)
 
 
 def flow_of(key_id: str, peer: str, connection: object) -> Hashable:

@@ -153,9 +153,9 @@ def test_large_prompts_take_turns_in_the_pool_and_then_in_the_engine(line: Line)
     names = []
     while line.pool:
         work, back = line.pool.pop(0)
-        ids = work()
-        names.append(line.dispatch.text.decode(ids).strip().split()[0])
-        back(ids)
+        prompt = work()
+        names.append(line.dispatch.text.decode(prompt.ids).strip().split()[0])
+        back(prompt)
     assert names == ["large0", "large1", "large2", "large3", "large4", "other", "large5"]
     line.loop.run()
     assert all(reply.ended for reply in (*large, other))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from evap.engine.meter import Spec
 from evap.errors import InvalidRequest, echo
-from evap.messages import EngineInfo, GenerateRequest, ReplicaState, SamplingParams, TokenBatch
+from evap.messages import EngineInfo, GenerateRequest, Prompt, ReplicaState, SamplingParams, TokenBatch
 
 OnBatch = Callable[[TokenBatch], None]
 #: state, one readable line (progress while starting, the reason when failed)
@@ -150,14 +150,11 @@ class Text(Protocol):
     ) -> Detokenizer: ...
 
 
-def check_request(
-    info: EngineInfo, eos_ids: frozenset[int], sampling: SamplingParams, prompt_ids: Sequence[int]
-) -> None:
+def check_request(info: EngineInfo, eos_ids: frozenset[int], sampling: SamplingParams, prompt: Prompt) -> None:
     """Refuse what could hurt an engine: ids out of range, an empty prompt. Raises InvalidRequest."""
-    if not prompt_ids:
+    if not prompt.ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
-    vocab = info.vocab_size
-    low, high = min(prompt_ids), max(prompt_ids)
+    vocab, low, high = info.vocab_size, prompt.low, prompt.high
     if low < 0 or high >= vocab:
         bad = low if low < 0 else high
         raise InvalidRequest(f"token id {echo(bad)} is out of the vocabulary (0..{vocab - 1})", param="prompt")

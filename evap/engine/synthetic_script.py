@@ -2,6 +2,7 @@
 
 PLAIN from a sentence that the prompt and the seed choose; HARD when the prompt has the token `babel:`; and, when the
 prompt has `canary:word` (the last one counts), the word over and over, so that every stream can be told by its text.
+Of a very long prompt only the end is looked at.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from evap.messages import (
     TokenBatch,
     TokenLogprobs,
     TopLogprob,
+    id_list,
 )
 
+#: Ids of a prompt that matter, from its end: looking through millions would hold up everybody.
+LOOKED_AT: Final = 1 << 16
 CANARY_TOKENS: Final = 64
 _WORD: Final = re.compile(rb"[\w\x80-\xff-]+")
 _PLAIN_STARTS, _HARD_STARTS = ([0, *(i + 1 for i, t in enumerate(s[:-1]) if t == ord("."))] for s in (PLAIN, HARD))
@@ -45,7 +49,7 @@ class Script:
 
     def text(self, request: GenerateRequest) -> tuple[Three, int]:
         """base, stop and first cursor of its text in the arena; the canary region it took, to be released, or -1."""
-        ids, seed = request.prompt_ids, request.sampling.seed or 0
+        ids, seed = id_list(request.prompt_ids[-LOOKED_AT:]), request.sampling.seed or 0
         word = _word_after(ids, len(ids) - ids[::-1].index(CANARY)) if CANARY in ids else []
         if word:
             region = self._regions.pop()

@@ -190,7 +190,7 @@ class Http2Core(RowSeam):
         """An error of the request, before anybody has it: the rest of the body is not wanted."""
         self.shared.note(error)
         stream.move(Input.REFUSE)
-        self.drop_body(stream)
+        stream.drop_body()
         status, _ = code.wire_code(error)
         stream.whole(status, code.error_headers(error), code.error_body(error))
 
@@ -210,10 +210,6 @@ class Http2Core(RowSeam):
             stream.linger(self.now_ns)
         else:
             self.forget(stream)
-
-    def drop_body(self, stream: Stream) -> None:
-        self.shared.body_bytes -= sum(map(len, stream.chunks))
-        stream.chunks = []
 
     def spend_reset(self) -> None:
         """Raises Violation when the client has made us reset too often."""
@@ -242,10 +238,8 @@ class Http2Core(RowSeam):
             head = stream.head
             if stream.state is State.ANSWERING and stream.alive and head is not None:
                 stream.delivered = True
-                body = stream.chunks[0] if len(stream.chunks) == 1 else b"".join(stream.chunks)
-                self.drop_body(stream)
                 self.shared.requests += 1
-                events.append(RequestReady(stream, head, body))
+                events.append(RequestReady(stream, head, stream.take_body()))
         self._flush()
         self._leave_if_done()
         self.events = []
@@ -290,7 +284,7 @@ class Http2Core(RowSeam):
         stream.alive = False
         self.leave_rows(stream)
         stream.queue.clear()
-        self.drop_body(stream)
+        stream.drop_body()
         if stream.delivered:
             self.farewell.answered_ns = self.now_ns
         self.shared.closed(stream.head_bytes)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from evap.protocol.spool import Body
+
 HeaderList = Sequence[tuple[bytes, bytes]]
 
 
@@ -104,7 +106,7 @@ class RequestReady:
 
     reply: Reply
     head: RequestHead
-    body: bytes
+    body: Body
 
 
 @dataclass(frozen=True, slots=True)

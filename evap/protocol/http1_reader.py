@@ -8,6 +8,7 @@ from evap.config import ProtocolConfig
 from evap.errors import BodyTooLarge, Draining, Overloaded, RequestTimeout
 from evap.protocol.http1_parse import HEAD_END, ChunkedBody, FixedBody, Head, Refused, check_partial, read_head
 from evap.protocol.limits import TOO_MANY_BODIES, Shared, to_ns
+from evap.protocol.spool import Body, Spool
 
 _NO_BODY: Final = FixedBody(0)
 
@@ -20,8 +21,8 @@ class RequestReader:
     """
 
     __slots__ = (
-        "_body", "_body_bytes", "_config", "_may_skip", "_parts", "_scanned", "_shared", "_since_ns", "_waits", "head",
-        "pending", "served",
+        "_body", "_body_bytes", "_config", "_full", "_may_skip", "_parts", "_scanned", "_shared", "_since_ns", "_spool",
+        "_waits", "head", "pending", "served",
     )  # fmt: skip
 
     def __init__(self, config: ProtocolConfig, shared: Shared, now_ns: int) -> None:
@@ -33,7 +34,9 @@ class RequestReader:
         self._scanned = 0  # bytes of an incomplete head that check_partial has seen
         self._body: FixedBody | ChunkedBody = _NO_BODY
         self._parts: list[bytes] = []
+        self._spool: Spool | None = None  # instead of parts, for a large body
         self._body_bytes = 0
+        self._full = False  # the system has no memory for this body
         self._may_skip = True  # an empty line before the next head
         self._waits = False  # for 100 Continue
         self._since_ns = now_ns  # when the present wait began
@@ -72,7 +75,7 @@ class RequestReader:
             part = "body" if self.head is not None else "head"
             raise Refused(RequestTimeout(f"the request's {part} did not arrive in time"))
 
-    def next(self, now_ns: int) -> tuple[Head, bytes] | None:
+    def next(self, now_ns: int) -> tuple[Head, Body] | None:
         """The next request, if all of it is here. Raises Refused; nothing more can be read then."""
         if self.head is None:
             self._take_head(now_ns)
@@ -80,11 +83,12 @@ class RequestReader:
             return None
         for part in self._body.feed(self.pending):
             self._keep(part)
-        if self._shared.body_bytes > self._config.max_buffered_body_bytes:
+        if self._full or self._shared.body_bytes > self._config.max_buffered_body_bytes:
             raise Refused(Overloaded("too many request bytes at once", code=TOO_MANY_BODIES, retry_after_s=1))
         if not self._body.done:
             return None
-        request = self.head, b"".join(self._parts)
+        request: tuple[Head, Body] = self.head, self._spool or b"".join(self._parts)
+        self._spool = None
         self.served += 1
         self._forget()
         return request
@@ -126,13 +130,25 @@ class RequestReader:
         self._body = ChunkedBody(limit) if head.length is None else FixedBody(head.length)
 
     def _keep(self, part: bytes) -> None:
-        self._parts.append(part)
         self._body_bytes += len(part)
-        self._shared.body_bytes += len(part)
+        try:
+            if self._spool is not None:
+                self._spool.write(part)
+                return
+            self._parts.append(part)
+            self._shared.body_bytes += len(part)
+            if self._body_bytes > self._shared.spool_over:
+                self._spool = Spool(self._shared, self._parts)
+                self._parts = []
+        except OSError:
+            self._full = True  # said by `next`
 
     def _forget(self) -> None:
-        self._shared.body_bytes -= self._body_bytes
-        self.head, self._body, self._parts, self._body_bytes = None, _NO_BODY, [], 0
+        self._shared.body_bytes -= sum(map(len, self._parts))
+        if self._spool is not None:
+            self._spool.close()
+        self.head, self._body, self._parts, self._spool = None, _NO_BODY, [], None
+        self._body_bytes, self._full = 0, False
 
 
 def draining() -> Draining:

@@ -231,8 +231,10 @@ class Inbound:
             self._malformed(stream)
             return False
         if payload:
-            stream.chunks.append(payload)
-            core.shared.body_bytes += len(payload)
+            try:
+                stream.store(payload)
+            except OSError:
+                core.answer(stream, Overloaded("no memory for the request's body", retry_after_s=1.0))
         if stream.received > core.config.max_body_bytes:
             core.answer(stream, self._too_large())
         elif core.shared.body_bytes > core.config.max_buffered_body_bytes:

@@ -162,6 +162,8 @@ class Shared:
     #: Open connections, and request bytes received but not yet handed over.
     connections: int = 0
     body_bytes: int = 0
+    #: Bodies of more bytes come as a Spool; set by who takes them from there.
+    spool_over: int = NEVER
     #: Asked with the head of a request over HTTP/2; an error answers it at once, before its body is uploaded.
     admit: Callable[[RequestHead], EvapError | None] | None = None
     draining: bool = False

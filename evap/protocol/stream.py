@@ -23,6 +23,7 @@ from evap.protocol import hpack_out
 from evap.protocol.events import HeaderList, Keep, Reply, RequestHead
 from evap.protocol.limits import LINGER_NS
 from evap.protocol.priority import DEFAULT_URGENCY
+from evap.protocol.spool import Body, Spool
 
 if TYPE_CHECKING:
     from evap.protocol.connection import Http2Core
@@ -118,6 +119,7 @@ class Stream:
         "queued",
         "received",
         "seen_ns",
+        "spool",
         "stalled_ns",
         "started",
         "state",
@@ -142,6 +144,7 @@ class Stream:
         self.head: RequestHead | None = None
         self.length: int | None = None
         self.chunks: list[bytes] = []
+        self.spool: Spool | None = None  # instead of chunks, for a large body
         self.received = 0  # octets of body, without padding
         self.seen_ns = now_ns  # when the last of it came
         self.delivered = False  # RequestReady has been returned
@@ -163,6 +166,34 @@ class Stream:
     def move(self, event: Input) -> Action:
         action, self.state = TABLE[self.state, event]
         return action
+
+    def store(self, piece: bytes) -> None:
+        """Store a piece of the body. Raises OSError when there is no memory for it."""
+        shared = self.core.shared
+        if self.spool is not None:
+            self.spool.write(piece)
+            return
+        self.chunks.append(piece)
+        shared.body_bytes += len(piece)
+        if self.received > shared.spool_over:
+            self.spool = Spool(shared, self.chunks)
+            self.chunks = []
+
+    def take_body(self) -> Body:
+        """The body, for its owner; it is here no longer."""
+        if self.spool is not None:
+            spool, self.spool = self.spool, None
+            return spool
+        body = self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+        self.drop_body()
+        return body
+
+    def drop_body(self) -> None:
+        self.core.shared.body_bytes -= sum(map(len, self.chunks))
+        self.chunks = []
+        if self.spool is not None:
+            self.spool.close()
+            self.spool = None
 
     def linger(self, now_ns: int) -> None:
         """The answer is complete before the request is; what still comes is counted anew."""

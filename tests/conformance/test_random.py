@@ -40,6 +40,7 @@ def hub(loop: asyncio.AbstractEventLoop) -> Hub:
 
     def on_event(event: Event) -> None:
         if isinstance(event, RequestReady):
+            assert isinstance(event.body, bytes)
             turn = len(event.body) % 3
             if turn == 0:
                 event.reply.whole(200, [], bytes(70_000))

@@ -39,6 +39,7 @@ class App:
         elif event.head.path == "/big":
             event.reply.whole(200, [], bytes(1 << 20))
         else:
+            assert isinstance(event.body, bytes)
             event.reply.whole(200, [], event.body or b"hello")
 
 

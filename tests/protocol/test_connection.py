@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from evap.protocol import headers as code
 from evap.protocol.connection import Http2Core
 from evap.protocol.events import PeerGone, RequestReady, StreamCancelled
+from evap.protocol.spool import Body
 from tests.protocol import frames as f
 from tests.protocol.joined import Joined, Raw, configured
 
@@ -228,7 +229,7 @@ def test_wake_is_called_for_what_is_done_outside_and_only_then() -> None:
 def test_how_the_bytes_are_cut_changes_nothing(cuts: list[int], body: bytes) -> None:
     wire = f.hello() + f.post(1, body) + f.get(3) + f.rst(1) + f.headers(5) + f.data(5, body) + f.get(7)
 
-    def seen(chunks: list[bytes]) -> list[tuple[str, bytes]]:
+    def seen(chunks: list[bytes]) -> list[tuple[str, Body]]:
         core, found = Http2Core(configured(), peer=""), []
         for chunk in chunks:
             for event in core.receive(chunk, 1):

@@ -90,7 +90,8 @@ def frame(message: ToWorker | FromWorker) -> bytes:
 
 
 def pack_request(slot: int, generation: int, request: GenerateRequest) -> Submit:
-    prompt = array("i", request.prompt_ids).tobytes()
+    ids = request.prompt_ids
+    prompt = bytes(ids) if isinstance(ids, memoryview) else array("i", ids).tobytes()
     return Submit(slot, generation, prompt, request.sampling, request.priority, request.cache_salt, request.adapter)
 
 

@@ -19,7 +19,7 @@ from evap.engine.vllm import names
 from evap.engine.vllm.constraints import GUIDED, texts, whole
 from evap.engine.vllm.constraints import constraint as constrain
 from evap.errors import ContextOverflow, InvalidRequest, NotFound, StartupError, echo
-from evap.messages import GenerateRequest, SamplingParams
+from evap.messages import GenerateRequest, SamplingParams, id_list, span
 
 MAX_LISTED: Final = 1024  #: ids in stop_token_ids, logit_bias, allowed_token_ids
 MAX_BAD_WORDS: Final = 64
@@ -77,7 +77,7 @@ class Mapper:
         params = self.params(request.sampling, request.prompt_ids)
         return names.EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=list(request.prompt_ids),
+            prompt_token_ids=id_list(request.prompt_ids),
             mm_features=None,
             sampling_params=params,
             pooling_params=None,
@@ -146,8 +146,9 @@ class Mapper:
             self._in_vocabulary(ids, param)
 
     def _in_vocabulary(self, ids: Any, param: str) -> None:
-        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-            bad = min(ids) if min(ids) < 0 else max(ids)
+        low, high = span(ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
             raise InvalidRequest(
                 f"token id {echo(bad)} is out of the vocabulary (0..{self.vocab_size - 1})", param=param
             )

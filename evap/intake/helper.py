@@ -1,0 +1,227 @@
+"""The server's end of the intake process: started when the first large body arrives, fed one job at a time.
+
+Rule 1: everything runs on the loop's thread and nothing waits. What is queued is queued here, never in the process.
+Rule 2: a job's `done` is called once per step (parsed, then encoded) or with an error, and never after `cancel`.
+Rule 3: if the process dies, the job at hand has failed; those behind it go to the next process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from evap.engine.child import environment
+from evap.errors import InternalError, Overloaded
+from evap.intake import wire
+from evap.messages import ParsedRequest, Prompt
+from evap.protocol.spool import Spool
+
+logger = logging.getLogger("evap.intake")
+#: Jobs that may wait; their bodies count for --max-buffered-body-bytes.
+MAX_WAITING: Final = 64
+#: A prompt of fewer ids becomes a list, as prompts of small bodies are; a longer one stays where it is.
+LIST_IDS: Final = 4096
+_GRACE_S: Final = 2.0
+
+
+class Job:
+    """A large request, from its whole body to its token ids."""
+
+    __slots__ = ("dialect", "done", "id", "spool")
+
+    def __init__(self, spool: Spool, dialect: str, done: Callable[[ParsedRequest | Exception], None]) -> None:
+        self.id = 0
+        self.spool = spool
+        self.dialect = dialect
+        #: of the present step: takes a ParsedRequest, then a Prompt, or an exception instead
+        self.done: Callable[..., None] = done
+
+
+class Intake:
+    """The process, or none, and who waits for it."""
+
+    def __init__(self, boot: wire.Boot, *, module: str = "evap.intake.worker") -> None:
+        self._boot = boot
+        self._module = module
+        self._waiting: deque[Job] = deque()
+        self._current: Job | None = None
+        self._process: _Process | None = None
+        self._count = 0
+
+    @property
+    def jobs(self) -> int:
+        return len(self._waiting) + (self._current is not None)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def parse(self, spool: Spool, dialect: str, done: Callable[[ParsedRequest | Exception], None]) -> Job:
+        """`done` gets the request without its prompt, or an error. Raises Overloaded."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} large requests are waiting; try again later", retry_after_s=1)
+        job = Job(spool, dialect, done)
+        self._waiting.append(job)
+        self._next()
+        return job
+
+    def encode(self, job: Job, limit_tokens: int, done: Callable[[Prompt | Exception], None]) -> None:
+        """The parsed job has been admitted: `done` gets its Prompt, or an error."""
+        job.done = done
+        if job is not self._current or self._process is None:
+            done(_died())
+        else:
+            self._process.send(wire.Encode(job.id, limit_tokens))
+
+    def cancel(self, job: Job) -> None:
+        """Nobody waits for it any more: its memory is free now, and the process is at the next job soon."""
+        job.spool.close()
+        if job is self._current:
+            if self._process is not None:
+                self._process.send(wire.Cancel(job.id))
+            self._current = None
+            self._next()
+        elif job in self._waiting:
+            self._waiting.remove(job)
+
+    def close(self) -> None:
+        """End the process. Jobs are dropped."""
+        self._waiting.clear()
+        self._current = None
+        if self._process is not None:
+            self._process.end()
+
+    def _next(self) -> None:
+        if self._current is not None or not self._waiting:
+            return
+        if self._process is None:
+            self._process = _Process(self._module, on_message=self._received, on_exit=self._exited)
+            self._process.send(self._boot)
+        self._current = job = self._waiting.popleft()
+        self._count += 1
+        job.id = self._count
+        self._process.send(wire.Parse(job.id, job.dialect), job.spool.fd)
+
+    def _received(self, message: wire.FromWorker) -> None:
+        job = self._current
+        if isinstance(message, wire.Ready) or job is None or message.job != job.id:
+            return
+        match message:
+            case wire.Parsed(size=size):
+                job.spool.free()
+                done, job.done = job.done, _ignored
+                done(wire.request.decode(os.pread(job.spool.fd, size, 0)))
+            case wire.Encoded():
+                self._finish(job, _prompt(message, job.spool.fd))
+            case wire.Refused():
+                self._finish(job, wire.error(message))
+            case wire.Failed(trace=trace):
+                logger.error("a large request could not be prepared\n%s", trace)
+                self._finish(job, InternalError("the request could not be prepared"))
+
+    def _finish(self, job: Job, result: Prompt | Exception) -> None:
+        self._current = None
+        job.spool.close()
+        self._next()
+        job.done(result)
+
+    def _exited(self, status: int) -> None:
+        self._process = None
+        job = self._current
+        if job is not None:
+            logger.error("the intake process ended with status %d while it prepared a request", status)
+            self._finish(job, _died())
+
+
+def _ignored(result: object) -> None:
+    """Between the steps of a job there is nobody to tell."""
+
+
+def _died() -> InternalError:
+    return InternalError("the process that prepares large requests has died; the request may be retried")
+
+
+def _prompt(message: wire.Encoded, fd: int) -> Prompt:
+    size = message.count * 4
+    if not message.count:
+        return Prompt([], 0, 0)
+    view = memoryview(mmap.mmap(fd, size + message.text, prot=mmap.PROT_READ))
+    ids = view[:size].cast("i")
+    text = str(view[size:], "utf-8") if message.text else None
+    return Prompt(ids if message.count >= LIST_IDS else ids.tolist(), message.low, message.high, text)
+
+
+class _Process:
+    """One life of the process. It ends when its socket does."""
+
+    def __init__(
+        self, module: str, *, on_message: Callable[[wire.FromWorker], None], on_exit: Callable[[int], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message, self._on_exit = on_message, on_exit
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", module, str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment()
+        )
+        theirs.close()
+        ours.setblocking(False)
+        self._sock = ours
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(ours.fileno(), self._readable)
+        self._loop.add_reader(self._pidfd, self._ended)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: wire.ToWorker, fd: int = -1) -> None:
+        """It reads at any time, so that a packet that finds no room means that it is beyond help."""
+        try:
+            if fd >= 0:
+                socket.send_fds(self._sock, [wire.encode(message)], [fd])
+            else:
+                self._sock.send(wire.encode(message))
+        except OSError:
+            self._process.kill()
+
+    def end(self) -> None:
+        """Ask it to end; `on_exit` is not called any more."""
+        self._on_message, self._on_exit = _ignored, _ignored
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        try:
+            self._process.wait(0.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # it has nothing to lose
+            self._process.wait(_GRACE_S)
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(wire.MAX_PACKET)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._on_message(wire.from_worker.decode(data))
+        else:
+            self._loop.remove_reader(self._sock.fileno())  # it has ended, or is about to: pidfd tells
+            self._process.kill()
+
+    def _ended(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        self._loop.remove_reader(self._sock.fileno())
+        os.close(self._pidfd)
+        self._sock.close()
+        self._on_exit(self._process.wait())

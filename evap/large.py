@@ -1,0 +1,78 @@
+"""Requests with large bodies: parsed and tokenized by the intake process, admitted here in between.
+
+The order is that of small ones: what is wrong with the body, then whether it is admitted, then what the prompt is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+
+from evap.engine.interface import Text
+from evap.exchange import Exchange
+from evap.intake.helper import Intake, Job
+from evap.messages import ParsedRequest
+from evap.metering.accounts import Ticket
+from evap.protocol.events import Reply, RequestHead
+from evap.protocol.spool import Spool
+from evap.waiting import InPool, WaitingRoom
+
+
+class LargeRequests:
+    """`refuse`: how an error is answered that belongs to no exchange yet; set by the App."""
+
+    def __init__(
+        self, intake: Intake, text: Text, room: WaitingRoom, in_pool: InPool, look_up: Callable[[Ticket], None]
+    ) -> None:
+        self._intake = intake
+        self._text = text
+        self._room = room
+        self._in_pool = in_pool
+        self._look_up = look_up
+        self._jobs: dict[Exchange, Job] = {}
+        self.refuse: Callable[[Reply, RequestHead, Exception], None] = lambda reply, head, error: reply.abort()
+
+    def take(
+        self, reply: Reply, head: RequestHead, body: Spool, dialect: str,
+        open_: Callable[[int, ParsedRequest], tuple[Exchange, Hashable]],
+    ) -> None:  # fmt: skip
+        """`open_`, given the size of the body and the request, lets it in or raises. Raises Overloaded."""
+        octets = body.size
+
+        def parsed(result: ParsedRequest | Exception) -> None:
+            try:
+                if isinstance(result, Exception):
+                    raise result
+                exchange, flow = open_(octets, result)
+            except Exception as error:  # noqa: BLE001 - judged by `refuse`, like what a small request raises
+                self._intake.cancel(job)
+                self.refuse(reply, head, error)
+            else:
+                self._jobs[exchange] = job
+                self._room.hold(exchange, flow, octets)
+                self._encode(exchange, job)
+
+        reply.owner = job = self._intake.parse(body, dialect, parsed)
+
+    def _encode(self, exchange: Exchange, job: Job) -> None:
+        def looked_up(result: object) -> None:
+            if isinstance(result, Exception):
+                self._room.deliver(exchange, result)
+            else:
+                self._intake.encode(job, self._text.limit_tokens, partial(self._room.deliver, exchange))
+
+        if exchange.account.lookup:
+            self._in_pool(lambda: self._look_up(exchange.account), looked_up)
+        else:
+            looked_up(None)
+
+    def cancelled(self, reply: Reply) -> None:
+        """Its client has gone while the body was being parsed."""
+        if isinstance(reply.owner, Job):
+            self._intake.cancel(reply.owner)
+
+    def settled(self, exchange: Exchange) -> None:
+        """If its prompt is still being tokenized, nobody waits for it any more."""
+        job = self._jobs.pop(exchange, None)
+        if job is not None:
+            self._intake.cancel(job)
