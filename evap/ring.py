@@ -5,6 +5,7 @@ Memory layout, little-endian u64 words (`metering/kernels.cu` writes the same; a
     word 0      magic "EVAPRING"                      \\
     word 1      version << 32 | capacity               | line 0, written by the producer
     word 2      head: records produced so far         /
+    word 3      share of the engine's KV cache that generations hold, in 2^-32 (engines that know it)
     word 8      tail: records consumed so far         -- line 1, written by the consumer
     word 16...  capacity records of four words (32 bytes)
 
@@ -42,6 +43,7 @@ RECORD_WORDS: Final = 4
 WORD_MAGIC: Final = 0
 WORD_SHAPE: Final = 1  # version << 32 | capacity
 WORD_HEAD: Final = 2
+WORD_KV_USAGE: Final = 3
 WORD_TAIL: Final = 8
 WORD_RECORDS: Final = 16
 TAG_CYCLE: Final = (1 << 32) - 1
@@ -151,6 +153,10 @@ class RingWriter:
         """Records that can be written now without overwriting one the reader has not taken (0 when lapped)."""
         return max(0, self.capacity - (self.position - self._cells[WORD_TAIL]))
 
+    def tell_kv_usage(self, share: float) -> None:
+        """0..1, for whoever reads the ring."""
+        self._cells[WORD_KV_USAGE] = int(share * (1 << 32))
+
     def write(self, slot: Ints, generation: Ints, token: Ints, index: Ints, flags: Ints, step: int) -> None:
         """Append one record per element, in order, then publish the head.
 
@@ -202,6 +208,11 @@ class RingReader:
         self.capacity = capacity
         self.lost = 0
         self._move(self._cells[WORD_TAIL])
+
+    @property
+    def kv_usage(self) -> float:
+        """What the producer told last."""
+        return self._cells[WORD_KV_USAGE] / (1 << 32)
 
     def _move(self, position: int) -> None:
         self.position = position

@@ -85,6 +85,17 @@ def test_room_counts_what_the_reader_has_taken() -> None:
     assert writer.room() == 0
 
 
+def test_the_share_of_the_cache_stands_in_the_header() -> None:
+    memory = bytearray(ring_bytes(4))
+    writer, reader = RingWriter(memory, 4), RingReader(memory, 4)
+    assert reader.kv_usage == 0
+    for share in (0.25, 1.0, 0.0):
+        writer.tell_kv_usage(share)
+        assert reader.kv_usage == share
+    writer.write([1], [2], [3], [4], [5], 6)
+    assert reader.poll() is not None
+
+
 def test_a_lapped_reader_counts_what_it_lost() -> None:
     writer, reader = pair(4)
     write(writer, 11)

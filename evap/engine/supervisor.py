@@ -209,6 +209,11 @@ class TorchReplica:
         """Of the present process; None between two."""
         return self._worker.pid if self._worker else None
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that generations hold, as of the last step; 0 between two processes."""
+        return self._worker.ring.kv_usage if self._worker else 0.0
+
     def check(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:
         """Nothing beyond check_request."""
 

@@ -40,6 +40,10 @@ class FakeEngine:
     def bound(self) -> int:
         return 2 * len(self._running)
 
+    @property
+    def kv_usage(self) -> float:
+        return len(self._running) / 8
+
     def submit(self, slot: int, generation: int, request: GenerateRequest) -> None:
         self._running[slot, generation] = (request, 0)
         self._out.add(slot, generation, 0, 0, META | NO_TOKEN)

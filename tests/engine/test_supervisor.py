@@ -119,6 +119,20 @@ def test_a_life_from_start_to_stop() -> None:
     asyncio.run(main())
 
 
+def test_the_share_of_the_cache_that_is_held_is_told_with_each_step() -> None:
+    async def test(replica: TorchReplica, listener: Listener) -> None:
+        assert replica.kv_usage == 0
+        replica.submit(0, 0, request(fake_worker.COUNT, 10**9))
+        replica.submit(1, 0, request(fake_worker.COUNT, 5))
+        await listener.end(1, 0)
+        assert replica.kv_usage == 1 / 8
+        replica.cancel(0, 0)
+        await listener.end(0, 0)
+        assert replica.kv_usage == 0
+
+    run(test)
+
+
 def test_many_requests_and_large_prompts_in_one_pass_of_the_loop() -> None:
     async def test(replica: TorchReplica, listener: Listener) -> None:
         for slot in range(50):

@@ -78,6 +78,12 @@ class Engine:
         """Most records that the next `step` computes: a META and a token for each that runs."""
         return 2 * self.scheduler.max_running
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that generations hold; what is kept for later ones is free (as vLLM counts it)."""
+        pool = self.scheduler.pool
+        return 1.0 - pool.free / pool.count
+
     def warm_up(self) -> None:
         """Run a prefill and a few decoding steps: the first of each shape prepares kernels."""
         for rows in (1, 4):

@@ -49,6 +49,11 @@ class Core(Protocol):
         """Most records that the next `step` computes. It returns those that are pending as well."""
         ...
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that generations hold now, 0..1."""
+        ...
+
     def submit(self, slot: int, generation: int, request: GenerateRequest) -> None: ...
     def cancel(self, slot: int, generation: int) -> None: ...
     def step(self) -> Records: ...
@@ -140,6 +145,7 @@ def run(engine: Core, ring: RingWriter, link: Link) -> None:
             begin = time.monotonic_ns()
             records = _step(engine)
             engine.pace(time.monotonic_ns() - begin)
+            ring.tell_kv_usage(engine.kv_usage)
             publish(records, engine.steps, ring, link)
 
 

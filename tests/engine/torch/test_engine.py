@@ -99,6 +99,20 @@ def test_the_end_token_is_silent_and_counts(make: Maker) -> None:
     assert not any(flags for _, _, flags in columns[1:-1])
 
 
+def test_the_cache_is_held_while_something_runs_and_free_once_it_is_only_remembered(make: Maker) -> None:
+    it = engine(make)
+    assert it.kv_usage == 0
+    it.submit(3, 7, GenerateRequest(prompt_ids=prompts(1, lengths=(40,))[0], sampling=greedy(30)))
+    held = []
+    while not it.idle:
+        it.step()
+        held.append(it.kv_usage)
+    blocks = [round(share * it.scheduler.pool.count) for share in held]
+    assert blocks[0] == 3, "40 tokens in blocks of 16"
+    assert blocks[:-1] == sorted(blocks[:-1])
+    assert blocks[-2:] == [5, 0]
+
+
 def test_logprobs_come_with_their_records(make: Maker) -> None:
     it = engine(make)
     it.submit(3, 7, GenerateRequest(prompt_ids=[5, 6, 7], sampling=greedy(4, logprobs=2)))
