@@ -20,7 +20,7 @@ import msgspec
 from evap.config import MeterConfig
 from evap.errors import EvapError, Overloaded, PermissionDenied, StartupError, Unauthenticated
 from evap.exchange import Exchange
-from evap.messages import SamplingParams, Usage
+from evap.messages import SamplingParams
 from evap.metering import accounts, keys, ledger, opened, operations, prices, recorder, survivors
 from evap.metering.accounts import Account, Ticket
 from evap.metering.counters import Counters
@@ -217,27 +217,41 @@ class Accounting:
             return sampling
         return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
-    def opened(self, exchange: Exchange) -> None:
-        """It has its slots, and the engine will hear of it next."""
-        if self.table is None:
+    def opened(self, exchanges: Sequence[Exchange]) -> None:
+        """They have got their slots in this pass of the loop. Together, which halves the cost."""
+        if (table := self.table) is None:
             return
-        ticket, request = exchange.account, exchange.request
-        note = survivors.note((
-            exchange.renderer.id, ticket.key_id, ticket.operation, exchange.adapter or self.model,
-            (exchange.opened_ns + self._wall_offset_ns) // 1000, len(exchange.prompt_ids), request.n,
-        ))  # fmt: skip
-        choices = exchange.choices
-        slots = (choices[0].slot,) if len(choices) == 1 else [choice.slot for choice in choices]
-        generations = [choice.generation for choice in choices] if self.pages is not None else ()
-        ticket.entry = self.table.open(note, slots, whole=not request.stream, generations=generations)
+        wall, paged = self._wall_offset_ns, self.pages is not None
+        for exchange in exchanges:
+            ticket, request, choices = exchange.account, exchange.request, exchange.choices
+            if ticket.record is not None:
+                continue  # it was over at once
+            note = survivors.note((
+                exchange.renderer.id, ticket.key_id, ticket.operation, exchange.adapter or self.model,
+                (exchange.opened_ns + wall) // 1000, len(exchange.prompt_ids), request.n,
+            ))  # fmt: skip
+            slots = (choices[0].slot,) if len(choices) == 1 else [choice.slot for choice in choices]
+            generations = [choice.generation for choice in choices] if paged else ()
+            ticket.entry = table.open(note, slots, whole=not request.stream, generations=generations)
 
-    def settled(self, exchange: Exchange, usage: Usage, now_ns: int) -> Record:
-        """It is over: the one record of it. Once per exchange."""
-        ticket = exchange.account
+    def settle(self, exchanges: Sequence[Exchange], now_ns: int) -> None:
+        """They are over: the one record of each. Once per exchange; one loop after the other, which is cheaper."""
+        records = [self._settle(exchange, now_ns) for exchange in exchanges]
+        if (recorder := self.recorder) is not None and (table := self.table) is not None:
+            entries = [exchange.account.entry for exchange in exchanges]
+            for entry, record in zip(entries, records, strict=True):
+                if entry >= 0:
+                    table.settle(entry, record)
+            recorder.put(records, entries)
+        for record in records:
+            self._keep(record)
+            self.running.pop(record.id, None)
+
+    def _settle(self, exchange: Exchange, now_ns: int) -> Record:
+        ticket, usage, wall = exchange.account, exchange.usage(), self._wall_offset_ns
         end = end_of(exchange.ending)
         bill = usage.delivered if self._by_delivery else billable(self._config.billable, usage, end)
-        id, wall = exchange.renderer.id, self._wall_offset_ns
-        operation = ticket.operation
+        id, operation = exchange.renderer.id, ticket.operation
         if operation:
             kept = used_up(operation, end=end, delivered=usage.delivered, submitted=bool(exchange.choices))
             self._operations.end(ticket.key_id, operation, id, used_up=bool(kept))
@@ -245,25 +259,15 @@ class Accounting:
         if ticket.account is not None:
             accounts.settle(ticket, charged(usage, bill))
         first_ns = ticket.first_ns or exchange.first_ns
-        record = Record(
+        ticket.usage = usage
+        ticket.record = Record(
             id, ticket.key_id, operation, exchange.adapter or self.model, (exchange.opened_ns + wall) // 1000,
             (first_ns + wall) // 1000 if first_ns else 0,
             (ticket.last_ns + wall) // 1000 if first_ns and ticket.last_ns else 0, (now_ns + wall) // 1000,
             usage.prompt, usage.cached, usage.computed, usage.emitted, usage.delivered, bill, ticket.steps,
             exchange.request.n, exchange.status, end,
         )  # fmt: skip
-        ticket.usage, ticket.record = usage, record
-        if self.recorder is not None:
-            if ticket.entry >= 0 and self.table is not None:
-                self.table.settle(
-                    ticket.entry, (record.first_us, record.last_us, record.settled_us),
-                    (usage.cached, usage.computed, usage.emitted, usage.delivered, bill, ticket.steps),
-                    exchange.status, bool(operation), end,
-                )  # fmt: skip
-            self.recorder.put(record, ticket.entry)
-        self._keep(record)
-        self.running.pop(id, None)
-        return record
+        return ticket.record
 
     def _keep(self, record: Record) -> None:
         # Beside the dictionary, whose first entry is found by walking over all that were deleted before it.

@@ -87,6 +87,7 @@ class Dispatch:
         self.draining = False
         self.limits: dict[str, int] = {}  #: name -> how often it has refused or ended a request
         self.open: dict[Exchange, None] = {}  # until settled
+        self._fresh: list[Exchange] = []  # that got their slots in this pass of the loop
         self.accounting = accounting or Accounting(config.meter, model=model, slots=rows.max_slots, now_ns=shell.now_ns,
                                                    wall_ns=lambda: int(shell.wall_s() * 1e9))  # fmt: skip
         self.steps = Steps(
@@ -251,7 +252,9 @@ class Dispatch:
         sampling = self.accounting.reserve(exchange, sampling, len(prompt_ids))
         exchange.prompt_ids, exchange.sampling = prompt_ids, sampling
         exchange.choices = [self.steps.add(exchange, index) for index in range(request.n)]
-        self.accounting.opened(exchange)
+        if not self._fresh:
+            self._shell.soon(self._opened)
+        self._fresh.append(exchange)
         exchange.submitted_ns = self._shell.now_ns()
         exchange.move(Input.SUBMIT)
         if request.stream:
@@ -326,13 +329,19 @@ class Dispatch:
         self._shell.flush()
         self.steps.settle_ended()
 
-    def _settled(self, exchange: Exchange) -> None:
-        del self.open[exchange]
-        self.upkeep.settled(exchange)
-        if self.large is not None:
-            self.large.settled(exchange)
-        self.accounting.settled(exchange, exchange.usage(), self._shell.now_ns())
-        self._shell.settled(exchange)
+    def _settled(self, exchanges: Sequence[Exchange]) -> None:
+        for exchange in exchanges:
+            del self.open[exchange]
+            self.upkeep.settled(exchange)
+            if self.large is not None:
+                self.large.settled(exchange)
+        self.accounting.settle(exchanges, self._shell.now_ns())
+        for exchange in exchanges:
+            self._shell.settled(exchange)
+
+    def _opened(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        self.accounting.opened(fresh)
 
     @property
     def ending(self) -> bool:

@@ -31,7 +31,7 @@ class Steps:
     """The slot table's running choices, fed by token batches.
 
     cancel: tells the engine to stop a (slot, generation). flush: writes what every connection has to write, now.
-    settled: called once per exchange, at its end.
+    settled: is given each exchange once, at its end; those that end together, together.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Steps:
         cancel: Callable[[int, int], None],
         flush: Callable[[], None],
         now_ns: Callable[[], int],
-        settled: Callable[[Exchange], None],
+        settled: Callable[[Sequence[Exchange]], None],
         table: OpenTable | None = None,
         live: Live | None = None,
         pages: Counters | None = None,
@@ -336,8 +336,8 @@ class Steps:
 
     def settle_ended(self) -> None:
         """Settle what has ended and whose bytes are gone. Cheap; called after every flush that may have ended one."""
-        for exchange in list(self._ended):
-            if exchange.finished:
+        if over := [exchange for exchange in self._ended if exchange.finished]:
+            for exchange in over:
                 del self._ended[exchange]
                 exchange.move(Input.SETTLE)
-                self._settled(exchange)
+            self._settled(over)

@@ -53,10 +53,12 @@ MIGRATIONS: Final = (
 )
 
 _ROW: Final = f"({', '.join('?' * len(COLUMNS))})"
-_INSERTS: Final = {
-    rows: f"INSERT INTO exchanges ({', '.join(COLUMNS)}) VALUES {', '.join([_ROW] * rows)} ON CONFLICT (id) DO NOTHING"  # noqa: S608
-    for rows in (256, 64, 16, 4, 1)
-}
+#: Rows of one statement. Any number up to this has a statement of its own (sqlite3 keeps the last 128 prepared).
+_MOST: Final = 100
+_INSERTS: Final = [
+    f"INSERT INTO exchanges ({', '.join(COLUMNS)}) VALUES {', '.join([_ROW] * rows)} ON CONFLICT (id) DO NOTHING"  # noqa: S608
+    for rows in range(_MOST + 1)
+]
 _SELECT: Final = f"SELECT {', '.join(COLUMNS)} FROM exchanges"  # noqa: S608 - names of ours
 
 
@@ -110,22 +112,30 @@ def open_ledger(folder: Path) -> sqlite3.Connection:
 
 
 def insert(db: sqlite3.Connection, records: Sequence[Record]) -> None:
-    """All or none; those that are there are skipped. Durable on return. Raises sqlite3.Error."""
+    """All or none; those that are there are skipped. Durable on return. Raises sqlite3.Error.
+
+    The fewer statements the better, for the loop's thread: each hands the interpreter's lock to and fro.
+    """
+    if len(records) <= _MOST:
+        if records:
+            _insert(db, records)
+        return
     db.execute("BEGIN IMMEDIATE")
     try:
-        start, left = 0, len(records)
-        while left:
-            size = next(size for size in _INSERTS if size <= left)
-            values: list[Any] = []
-            for record in records[start : start + size]:
-                values += msgspec.structs.astuple(record)
-            db.execute(_INSERTS[size], values)
-            start, left = start + size, left - size
+        for start in range(0, len(records), _MOST):
+            _insert(db, records[start : start + _MOST])
         db.execute("COMMIT")
     except BaseException:
         with contextlib.suppress(sqlite3.Error):
             db.execute("ROLLBACK")
         raise
+
+
+def _insert(db: sqlite3.Connection, records: Sequence[Record]) -> None:
+    values: list[Any] = []
+    for record in records:
+        values += msgspec.structs.astuple(record)
+    db.execute(_INSERTS[len(records)], values)
 
 
 @contextlib.contextmanager

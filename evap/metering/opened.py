@@ -11,8 +11,8 @@ and generation; `recover` takes the higher of both, so that no token is lost tha
     byte 0      magic, slots, entries (u64 each)
     byte 64     owner, computed, lag, cached, generation: int32 by slot; owner: the entry of the slot's exchange, or -1
     then        entries, ENTRY_BYTES each: u32 phase (FREE, OPEN, SETTLED), i32 the slot whose counts `base` has taken
-                over last, u32 base computed, emitted, delivered, cached, u32 flags, u16 length of the note; what
-                `Settled` has, once it is; the note
+                over last, u32 base computed, emitted, delivered, cached, u32 flags, u16 length of the note; the note;
+                what `Settled` has, once it is
 
 The page cache keeps the file when the process dies. One writer, the loop of one process; it is read when nobody writes.
 """
@@ -30,27 +30,32 @@ import numpy as np
 import numpy.typing as npt
 
 from evap.metering.counters import FindRow
+from evap.metering.record import Record
 
 Int32 = npt.NDArray[np.int32]
 
 MAGIC: Final = int.from_bytes(b"EVAPOPN2", "little")
 ENTRY_BYTES: Final = 896
+_PHASES_EACH: Final = ENTRY_BYTES // 4
 _START: Final = 64
 _HEADER: Final = struct.Struct("<QQQ")
-_ENTRY: Final = struct.Struct("<IiIIIIIH")
+_ENTRY: Final = struct.Struct("<IiIIIIIHxx")
 _FINAL: Final = struct.Struct("<QQQIIIIIIHB32s")
-_FINAL_AT: Final = 32
-_NOTE_AT: Final = 128
+_NOTE_AT: Final = _ENTRY.size
+_FINAL_AT: Final = 800
 _BASE: Final = struct.Struct("<iIIII")  # from byte 4 of an entry
 _DELIVERED: Final = struct.Struct("<I")
-MAX_NOTE_BYTES: Final = ENTRY_BYTES - _NOTE_AT
-_FREE: Final = b"\0\0\0\0"
+MAX_NOTE_BYTES: Final = _FINAL_AT - _NOTE_AT
+_FREE: Final = 0
 _OPEN: Final = 1
-_IS_OPEN: Final = _OPEN.to_bytes(4, "little")
-_SETTLED: Final = (2).to_bytes(4, "little")
+_SETTLED: Final = 2
 _NOTHING: Final = (0, 0, 0, 0)
 _BY_SLOT: Final = 5  # arrays
 _WHOLE: Final = 1  #: nothing is delivered before the end
+#: Heads of new entries, ready-made, by whether they are whole and the length of the note.
+_HEADS: Final = [
+    [_ENTRY.pack(_OPEN, -1, 0, 0, 0, 0, flags, size) for size in range(MAX_NOTE_BYTES + 1)] for flags in (0, _WHOLE)
+]
 
 
 class Settled(NamedTuple):
@@ -107,35 +112,38 @@ class OpenTable:
         self._owner, _, self._lag, self._cached, self._generation = (
             cells[n * slots : (n + 1) * slots] for n in range(_BY_SLOT)
         )
+        self._phases = memoryview(self._memory)[at:].cast("i")
         self._slots: list[Sequence[int]] = [()] * entries
         self._bases: dict[int, tuple[int, int, int, int]] = {}  # of those that have given slots back
         self._free = list(range(entries))
         self._entries = entries
+        self._margin = entries // 16
         _HEADER.pack_into(self._memory, 0, MAGIC, slots, entries)
 
     @property
     def full(self) -> bool:
-        return not self._free
+        """There is no room, but for those that are on their way here."""
+        return len(self._free) <= self._margin
 
     def open(self, note: bytes, slots: Sequence[int], *, whole: bool, generations: Sequence[int] = ()) -> int:
         """Enter an exchange that takes these slots; its entry. -1 when the table is full or the note too long.
 
         generations: of the slots, where an engine's page tells them apart.
         """
-        if not self._free or len(note) > MAX_NOTE_BYTES:
+        size = len(note)
+        if not self._free or size > MAX_NOTE_BYTES:
             return -1
         entry = self._free.pop()
-        at = self._at + entry * ENTRY_BYTES
         self._slots[entry] = slots
+        owner, lag, cached = self._owner, self._lag, self._cached
         for slot in slots:
-            self._lag[slot] = self._cached[slot] = 0
-            self._owner[slot] = entry
+            lag[slot] = cached[slot] = 0
+            owner[slot] = entry
         for slot, generation in zip(slots, generations, strict=False):
             self._generation[slot] = generation
-        memory = self._memory
-        _ENTRY.pack_into(memory, at, 0, -1, 0, 0, 0, 0, _WHOLE if whole else 0, len(note))
-        memory[at + _NOTE_AT : at + _NOTE_AT + len(note)] = note
-        memory[at : at + 4] = _IS_OPEN  # now it counts
+        at = self._at + entry * ENTRY_BYTES
+        # In one go: it has no token yet, so nothing is lost when the process dies within it.
+        self._memory[at : at + _NOTE_AT + size] = _HEADS[whole][size] + note
         return entry
 
     def released(self, entry: int, slot: int, computed: int, emitted: int, delivered: int) -> None:
@@ -153,29 +161,25 @@ class OpenTable:
         self._bases[entry] = (computed, emitted, tokens, cached)
         _DELIVERED.pack_into(self._memory, self._at + entry * ENTRY_BYTES + 16, tokens)
 
-    def settle(
-        self,
-        entry: int,
-        times: tuple[int, int, int],
-        counts: tuple[int, int, int, int, int, int],
-        status: int,
-        kept: bool,
-        end: str,
-    ) -> None:
-        """It is over. times: first, last, settled; counts: cached, computed, emitted, delivered, billable, steps."""
+    def settle(self, entry: int, record: Record) -> None:
+        """It is over."""
         at = self._at + entry * ENTRY_BYTES
-        _FINAL.pack_into(self._memory, at + _FINAL_AT, *times, *counts, status, kept, end.encode()[:32])
-        self._memory[at : at + 4] = _SETTLED
+        _FINAL.pack_into(
+            self._memory, at + _FINAL_AT, record.first_us, record.last_us, record.settled_us, record.cached,
+            record.computed, record.emitted, record.delivered, record.billable, record.steps, record.status,
+            record.operation != "", record.end.encode()[:32],
+        )  # fmt: skip
+        self._phases[entry * _PHASES_EACH] = _SETTLED
+        owner = self._owner
         for slot in self._slots[entry]:
-            if self._owner[slot] == entry:
-                self._owner[slot] = -1
+            if owner[slot] == entry:
+                owner[slot] = -1
         if self._bases:
             self._bases.pop(entry, None)
 
     def free(self, entry: int) -> None:
         """Its record is durable. May be called from another thread than the loop's."""
-        at = self._at + entry * ENTRY_BYTES
-        self._memory[at : at + 4] = _FREE
+        self._phases[entry * _PHASES_EACH] = _FREE
         self._free.append(entry)
 
     @property
@@ -186,7 +190,7 @@ class OpenTable:
     def release(self) -> None:
         """Let go of the memory."""
         del self.owner, self.computed, self.lag, self.cached, self.generation
-        del self._owner, self._lag, self._cached, self._generation
+        del self._owner, self._lag, self._cached, self._generation, self._phases
         self._memory.close()
 
 
@@ -221,7 +225,7 @@ def recover(path: Path, find: FindRow = lambda slot, generation: None) -> list[S
     for entry in range(entries):
         at = start + entry * ENTRY_BYTES
         phase, taken, *base, flags, size = _ENTRY.unpack_from(data, at)
-        if phase not in (_OPEN, _SETTLED[0]):
+        if phase not in (_OPEN, _SETTLED):
             continue
         note = data[at + _NOTE_AT : at + _NOTE_AT + size]
         if phase != _OPEN:

@@ -15,7 +15,7 @@ import os
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +25,7 @@ from evap.metering.record import Record, decode, encode
 
 SPOOL: Final = "spool.jsonl"
 #: The thread waits this long after the first record, so that a busy server commits groups.
-GATHER_S: Final = 0.002
+GATHER_S: Final = 0.003
 RETRY_S: Final = 0.5
 MAX_GROUP: Final = 2000
 #: Records of exchanges that never had an entry wait in memory alone.
@@ -72,10 +72,10 @@ class Recorder:
 
     # The loop's side
 
-    def put(self, record: Record, entry: int) -> None:
-        """A settled exchange, and its entry in the table (-1: none). Returns at once."""
-        self._queue.append((record, entry))
-        self._put += 1
+    def put(self, records: Sequence[Record], entries: Sequence[int]) -> None:
+        """Settled exchanges, and their entries in the table (-1: none). Returns at once."""
+        self._queue.extend(zip(records, entries, strict=True))
+        self._put += len(records)
         if self._asleep:
             self._wake.set()
 

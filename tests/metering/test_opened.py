@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from evap.metering.opened import ENTRY_BYTES, MAX_NOTE_BYTES, OpenTable, Settled, Survivor, recover
+from tests.metering.rows import record
 
 SLOTS = 6
 
@@ -69,7 +70,13 @@ class Life(RuleBasedStateMachine):
             return
         entry = data.draw(st.sampled_from(sorted(self.model)))
         self.free += self.model.pop(entry)[2]
-        self.table.settle(entry, (1, 2, 3), (4, 9, 8, 7, 6, 5), 200, True, "stop")
+        self.table.settle(
+            entry,
+            record(
+                first_us=1, last_us=2, settled_us=3, cached=4, computed=9, emitted=8, delivered=7, billable=6, steps=5,
+                operation="used",
+            ),
+        )  # fmt: skip
         self.settled.add(entry)
 
     @precondition(lambda self: self.settled)
@@ -118,7 +125,7 @@ def test_a_full_table_says_so(tmp_path: Path) -> None:
     assert table.open(b"", [0], whole=True) == 0
     assert table.full
     assert table.open(b"", [1], whole=True) == -1
-    table.settle(0, (0, 0, 0), (0, 0, 0, 0, 0, 0), 200, False, "x" * 100)
+    table.settle(0, record(end="x" * 100))
     assert table.full, "until it is durable"
     (survivor,) = recover(tmp_path / "open")
     assert survivor.final is not None

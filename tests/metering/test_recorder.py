@@ -46,9 +46,10 @@ class Desk:
         for _ in range(count):
             self.count += 1
             entry = self.table.open(b"", [], whole=True)
+            made = record(f"r{self.count}")
             if entry >= 0:
-                self.table.settle(entry, (0, 0, 0), (0, 0, 0, 0, 0, 0), 200, False, "stop")
-            self.recorder.put(record(f"r{self.count}"), entry)
+                self.table.settle(entry, made)
+            self.recorder.put([made], [entry])
 
     def ledger_rows(self) -> int:
         with ledger.reading(self.folder) as db:
