@@ -30,7 +30,7 @@ from evap.protocol.events import (
     StreamCancelled,
     WindowOpened,
 )
-from evap.protocol.headers import JSON, echoed, error_body, error_headers, wire_code
+from evap.protocol.headers import JSON, echoed_if_valid, error_body, error_headers, wire_code
 from evap.protocol.spool import Body
 from evap.usage import Background, UsagePages
 
@@ -106,7 +106,6 @@ class App:
                 length = head.get(b"content-length")
                 self._dispatch.may_wait(account, head, head, int(length) if length is not None else 0)
         except EvapError as error:
-            self._metrics.answered(wire_code(error)[0])
             return error
         return None
 
@@ -140,11 +139,7 @@ class App:
         else:
             logger.error("a request handler failed", exc_info=error)
             error = InternalError("the server failed to handle this request")
-        try:
-            headers = echoed(head)
-        except EvapError:
-            headers = ()
-        self._metrics.answered(send_error(reply, error, headers))
+        self._metrics.answered(send_error(reply, error, echoed_if_valid(head)))
 
     def _answer(self, reply: Reply, body: bytes, status: int = 200) -> None:
         reply.whole(status, _JSON_HEADERS, body)

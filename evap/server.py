@@ -184,7 +184,7 @@ class Server:
             background=lambda work, back: self._in_thread(self._readers, work, back),
         )  # fmt: skip
         self.hub = Hub(config.protocol, on_event=self.app.on_event, loop=self._loop)
-        self.hub.shared.admit = self.app.admit
+        self.hub.shared.admit, self.hub.shared.answered = self.app.admit, self.metrics.answered
         if self.intake is not None:
             self.hub.shared.spool_over = config.protocol.large_body_bytes
         on_batch = self.dispatch.steps.on_batch

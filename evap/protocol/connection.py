@@ -192,7 +192,8 @@ class Http2Core(RowSeam):
         stream.move(Input.REFUSE)
         stream.drop_body()
         status, _ = code.wire_code(error)
-        stream.whole(status, code.error_headers(error), code.error_body(error))
+        fields = [*code.error_headers(error), *code.echoed_if_valid(stream.head)]
+        stream.whole(status, fields, code.error_body(error))
 
     def break_off(self, stream: Stream, *, refused: bool) -> None:
         """Reply.abort and Reply.refuse: whoever calls knows, so there is no event."""

@@ -128,6 +128,12 @@ def echoed(head: RequestHead) -> HeaderList:
     return ((b"x-request-id", request_id),)
 
 
+def echoed_if_valid(head: RequestHead | None) -> HeaderList:
+    """The same for an error's head: a long one is left out."""
+    value = head.get(b"x-request-id") if head is not None else None
+    return ((b"x-request-id", value),) if value is not None and len(value) <= MAX_REQUEST_ID_BYTES else ()
+
+
 _TOKEN_LOWER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _UNSENDABLE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]").search
 #: RFC 9113 8.2.2: they would be connection-specific; the HTTP/1.1 core frames by itself as well.

@@ -312,6 +312,7 @@ class Http1Core:
         """Answer a request that has not been handed over with an error; the connection ends."""
         if isinstance(error, RequestTimeout) and self._reader.head is None:
             self._shared.hit("header_timeout")
+            self._shared.answered(408)
         else:
             self._shared.note(error)
         reply = self._new_reply(self._reader.head)

@@ -14,7 +14,7 @@ from typing import Final
 from evap.config import ProtocolConfig
 from evap.errors import EvapError
 from evap.protocol.events import RequestHead
-from evap.protocol.headers import DateCache
+from evap.protocol.headers import DateCache, wire_code
 
 #: Our own DATA frames are never longer, whatever the peer allows: a large body must not hold up other streams.
 MAX_DATA_FRAME: Final = 16_384
@@ -166,6 +166,8 @@ class Shared:
     spool_over: int = NEVER
     #: Asked with the head of a request over HTTP/2; an error answers it at once, before its body is uploaded.
     admit: Callable[[RequestHead], EvapError | None] | None = None
+    #: Told the status of each request that the wire itself refuses.
+    answered: Callable[[int], None] = lambda status: None
     draining: bool = False
     #: Wall clock minus the clock of `now_ns`; the shell refreshes it, so that `date` follows the wall clock.
     wall_offset_ns: int = 0
@@ -196,6 +198,7 @@ class Shared:
 
     def note(self, error: EvapError) -> None:
         """A request is refused by the wire itself."""
+        self.answered(wire_code(error)[0])
         limit = ERROR_LIMITS.get(error.code or "")
         if limit is not None:
             self.hit(limit)

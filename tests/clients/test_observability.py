@@ -67,6 +67,8 @@ def test_the_page_has_what_clients_counted(start_server: Callable[..., Server]) 
         counts = list(pool.map(lambda number: _ask(server, number), range(80)))
     with client(server, http2=True) as http:
         assert http.post(CHAT, json={"messages": 5}).status_code == 400
+        assert http.post("/nowhere", json={}).status_code == 404  # before its body came
+        assert http.get("/health", headers={"x": "y" * 40_000}).status_code == 431
         with http.stream("POST", CHAT, json=request(100_000, stream=True)) as left:
             next(left.iter_lines())
     settled(server)
@@ -82,7 +84,7 @@ def test_the_page_has_what_clients_counted(start_server: Callable[..., Server]) 
     assert got["vllm:request_success_total", ("length", "synthetic")] == got["evap_exchanges_total", ("length",)] == 80
     assert got["vllm:request_success_total", ("abort", "synthetic")] == 1
     assert got["evap_exchanges_total", ("client_reset",)] + got["evap_exchanges_total", ("client_gone",)] == 1
-    assert got["evap_requests_total", ("400",)] == 1
+    assert [got["evap_requests_total", (status,)] for status in ("400", "404", "431")] == [1, 1, 1]
     assert got["vllm:e2e_request_latency_seconds_count", ("synthetic",)] == 80
     assert got["vllm:request_generation_tokens_sum", ("synthetic",)] == answer
     assert got["evap_time_to_first_token_seconds_count", ()] in (80, 81)
@@ -218,6 +220,8 @@ def test_a_request_id_is_echoed_once_and_capped(server: Server, http2: bool) -> 
         assert (answer.headers["x-request-id"], "mine" in answer.text) == ("mine", False)
         answer = http.post(CHAT, json=request(10**9), headers={"x-request-id": "mine"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (400, "mine")
+        answer = http.post("/nowhere", json={}, headers={"x-request-id": "mine"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (404, "mine")
         answer = http.post(CHAT, json=request(50, stream=True), headers={"x-request-id": longer})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-id")
         assert longer not in answer.text

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evap.config import ProtocolConfig
+from evap.errors import HeadersTooLarge, NotFound
 from evap.protocol.limits import NS, Budgets, Shared, TokenBucket, WriteProgress, network_of, to_ns
 
 
@@ -85,3 +86,11 @@ def test_the_date_follows_the_wall_clock() -> None:
 )
 def test_whom_an_address_stands_for(peer: str, network: str) -> None:
     assert network_of(peer) == network
+
+
+def test_a_refusal_of_the_wire_is_an_answer_like_any_other() -> None:
+    statuses: list[int] = []
+    shared = Shared(answered=statuses.append)
+    shared.note(HeadersTooLarge("too large"))
+    shared.note(NotFound("no such route"))
+    assert statuses == [431, 404]
