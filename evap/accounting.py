@@ -59,6 +59,7 @@ class Accounting:
         self.pages: Counters | None = None  #: of engines in processes of their own
         self.sink: Sink | None = None
         self.running: dict[str, Exchange] = {}
+        self._fresh: list[Exchange] = []  # that are to be entered into the table in this pass of the loop
         self._order: deque[str] = deque()
         self.recent: dict[str, Record] = {}  #: the last ones, whether they are in the ledger yet or not
 
@@ -217,8 +218,15 @@ class Accounting:
             return sampling
         return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
-    def opened(self, exchanges: Sequence[Exchange]) -> None:
-        """They have got their slots in this pass of the loop. Together, which halves the cost."""
+    def opened(self, exchange: Exchange, soon: Callable[[Callable[[], None]], object]) -> None:
+        """It has got its slots, and the engine hears of it next. Those of one pass of the loop are entered together."""
+        if self.table is not None:
+            if not self._fresh:
+                soon(self._enter)
+            self._fresh.append(exchange)
+
+    def _enter(self) -> None:
+        exchanges, self._fresh = self._fresh, []
         if (table := self.table) is None:
             return
         wall, paged = self._wall_offset_ns, self.pages is not None

@@ -87,7 +87,6 @@ class Dispatch:
         self.draining = False
         self.limits: dict[str, int] = {}  #: name -> how often it has refused or ended a request
         self.open: dict[Exchange, None] = {}  # until settled
-        self._fresh: list[Exchange] = []  # that got their slots in this pass of the loop
         self.accounting = accounting or Accounting(config.meter, model=model, slots=rows.max_slots, now_ns=shell.now_ns,
                                                    wall_ns=lambda: int(shell.wall_s() * 1e9))  # fmt: skip
         self.steps = Steps(
@@ -252,9 +251,7 @@ class Dispatch:
         sampling = self.accounting.reserve(exchange, sampling, len(prompt_ids))
         exchange.prompt_ids, exchange.sampling = prompt_ids, sampling
         exchange.choices = [self.steps.add(exchange, index) for index in range(request.n)]
-        if not self._fresh:
-            self._shell.soon(self._opened)
-        self._fresh.append(exchange)
+        self.accounting.opened(exchange, self._shell.soon)
         exchange.submitted_ns = self._shell.now_ns()
         exchange.move(Input.SUBMIT)
         if request.stream:
@@ -338,10 +335,6 @@ class Dispatch:
         self.accounting.settle(exchanges, self._shell.now_ns())
         for exchange in exchanges:
             self._shell.settled(exchange)
-
-    def _opened(self) -> None:
-        fresh, self._fresh = self._fresh, []
-        self.accounting.opened(fresh)
 
     @property
     def ending(self) -> bool:
