@@ -10,7 +10,7 @@ import torch
 from evap.engine.meter import StepMeter
 from evap.engine.torch.cache import BlockPool
 from evap.engine.torch.config import ModelConfig
-from evap.engine.torch.load import BLOCK_SIZE, Loaded
+from evap.engine.torch.load import BLOCK_SIZE, Loaded, is_out_of_memory
 from evap.engine.torch.pacer import Pacer
 from evap.engine.torch.plan import Lane, Planner, order
 from evap.engine.torch.records import Records
@@ -134,9 +134,7 @@ class Engine:
 
     @staticmethod
     def is_out_of_memory(error: Exception) -> bool:
-        """torch's CPU allocator has no exception type of its own."""
-        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        return known or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+        return is_out_of_memory(error)
 
     def relieve(self) -> None:
         """After an out-of-memory in `step`: give up the request that takes most of it. The others lose nothing."""

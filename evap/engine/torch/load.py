@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def load(engine: EngineConfig, path: Path, progress: Callable[[str], None]) -> L
     dtype = pick_dtype(engine.dtype, device, config.stored_dtype)
     wanted = _context(engine, config)
     progress(f"loading {path.name} for {device} in {str(dtype).removeprefix('torch.')}")
-    weights = load_weights(path, config, device, dtype, progress)
+    with room_for(f"the model's weights on {device}", "take a smaller model, or --dtype bfloat16"):
+        weights = load_weights(path, config, device, dtype, progress)
     blocks = _blocks(engine, config, device, dtype, wanted)
     max_len = min(wanted, blocks * BLOCK_SIZE)
     if max_len < engine.max_model_len:
@@ -53,9 +55,28 @@ def load(engine: EngineConfig, path: Path, progress: Callable[[str], None]) -> L
             remedy="raise --kv-cache-mb or lower --max-model-len",
         )
     shape = (config.layers, blocks, BLOCK_SIZE, 2, config.kv_heads, config.head_dim)
-    cache = PagedCache(_zeros(shape, device, dtype))
+    size = blocks * BLOCK_SIZE * config.kv_values * dtype.itemsize >> 20
+    with room_for(f"a KV cache of {size} MiB on {device}", "lower --kv-cache-mb, or --max-model-len and --max-running"):
+        cache = PagedCache(_zeros(shape, device, dtype))
     model = Model(config, weights, cache, Rotary(config.rope, config.head_dim, device, dtype))
     return Loaded(config, model, device, dtype, blocks, max_len)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch's CPU allocator has no exception type of its own."""
+    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return known or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+@contextlib.contextmanager
+def room_for(what: str, remedy: str) -> Iterator[None]:
+    """Memory that cannot be had while starting is something that a person can put right."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StartupError(f"there is not enough memory for {what}", remedy=remedy) from error
 
 
 def _device(name: str) -> torch.device:
@@ -82,6 +103,12 @@ def _blocks(engine: EngineConfig, config: ModelConfig, device: torch.device, dty
     """Blocks of the KV cache: what was asked for, or a share of the free memory, but no more than can be of use."""
     block_bytes = BLOCK_SIZE * config.kv_values * dtype.itemsize
     if engine.kv_cache_mb:
+        # On a CPU it would be had, and the process killed when it is used.
+        if engine.kv_cache_mb > (most := int(_total_bytes(device)) >> 20):
+            raise StartupError(
+                f"a KV cache of {engine.kv_cache_mb} MiB is more than all the memory of {device}, {most} MiB",
+                remedy="lower --kv-cache-mb, or leave it out: then it takes a share of what is free",
+            )
         return max(1, (engine.kv_cache_mb << 20) // block_bytes)
     useful = engine.max_running * -(-max_len // BLOCK_SIZE)
     return max(1, min(useful, int(_free_bytes(device)) // block_bytes))
@@ -93,18 +120,33 @@ def _free_bytes(device: torch.device) -> float:
     return min(_available_memory(), _cgroup_memory()) * _CPU_SHARE
 
 
+def _total_bytes(device: torch.device) -> float:
+    """All that the device has, in use or not."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    return min(_meminfo("MemTotal") + _meminfo("SwapTotal"), _cgroup("memory.max"))
+
+
 def _available_memory() -> float:
+    return _meminfo("MemAvailable") or 4.0 * 2**30
+
+
+def _meminfo(name: str) -> float:
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024.0
-    return 4.0 * 2**30
+    return 0.0
 
 
 def _cgroup_memory() -> float:
     """What the container leaves (cgroup v2), or infinity."""
-    root = Path("/sys/fs/cgroup")
+    most = _cgroup("memory.max")
+    return most if most == float("inf") else most - _cgroup("memory.current")
+
+
+def _cgroup(name: str) -> float:
     try:
-        return float((root / "memory.max").read_text()) - float((root / "memory.current").read_text())
+        return float((Path("/sys/fs/cgroup") / name).read_text())
     except (OSError, ValueError):  # no such file, or "max"
         return float("inf")
 

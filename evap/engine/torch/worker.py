@@ -113,12 +113,13 @@ def build(boot: wire.Boot, progress: Callable[[str], None]) -> Core:
     """The real engine. Torch takes seconds to import, so that happens here and not at the top."""
     progress("loading torch")
     from evap.engine.torch.engine import Engine  # noqa: PLC0415
-    from evap.engine.torch.load import load  # noqa: PLC0415
+    from evap.engine.torch.load import load, room_for  # noqa: PLC0415
 
     loaded = load(boot.config, Path(boot.model_path), progress)
     engine = Engine(loaded, max_running=boot.config.max_running, prefill_chunk=boot.config.prefill_chunk)
     progress("warming up")
-    engine.warm_up()
+    with room_for("the first step", "lower --kv-cache-mb, --prefill-chunk or --max-running"):
+        engine.warm_up()
     engine.meter = StepMeter(boot.meter, loaded.device.type, time.monotonic_ns)
     return engine
 

@@ -46,6 +46,42 @@ def test_kv_cache_mb_is_taken_at_its_word(make: Maker) -> None:
     assert loaded.blocks == 2 * 2**20 // (512 * BLOCK_SIZE)
 
 
+def test_a_cache_larger_than_the_machine_is_refused(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartupError, match="more than all the memory of cpu") as caught:
+        load(config(kv_cache_mb=10**12), make()[1], quiet)
+    assert "--kv-cache-mb" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words", "remedy"),
+    [
+        ("_zeros", MemoryError("Unable to allocate 879. GiB"), "for a KV cache of 2 MiB on cpu", "--kv-cache-mb"),
+        ("_zeros", torch.OutOfMemoryError("CUDA out of memory"), "for a KV cache of 2 MiB on cpu", "--kv-cache-mb"),
+        ("load_weights", RuntimeError("DefaultCPUAllocator: can't allocate memory"), "the model's weights", "smaller"),
+    ],
+)
+def test_memory_that_cannot_be_had_is_said(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, words: str, remedy: str
+) -> None:
+    def refuse(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, name, refuse)
+    with pytest.raises(StartupError, match="there is not enough memory") as caught:
+        load(config(kv_cache_mb=2), make()[1], quiet)
+    assert words in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+def test_what_is_not_memory_is_not_called_so(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise RuntimeError("another")
+
+    monkeypatch.setattr(module, "_zeros", refuse)
+    with pytest.raises(RuntimeError, match="another"):
+        load(config(), make()[1], quiet)
+
+
 def test_a_context_beyond_the_model_needs_scaled_positions(make: Maker) -> None:
     _, path = make()
     with pytest.raises(StartupError, match="beyond the model's context") as caught:
@@ -76,5 +112,6 @@ def test_progress_is_told(make: Maker) -> None:
 def test_the_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert module._cgroup_memory() > 0
     assert module._available_memory() > 0
+    assert module._available_memory() < module._total_bytes(torch.device("cpu"))
     monkeypatch.setattr(module, "_cgroup_memory", lambda: 1000.0)
     assert module._free_bytes(torch.device("cpu")) == 250
