@@ -43,7 +43,6 @@ from evap.protocol.events import HeaderList, Reply, RequestHead
 from evap.protocol.headers import echoed
 from evap.protocol.rows import RowTable
 from evap.protocol.spool import Body, Spool
-from evap.protocol.trace_context import TraceContext
 from evap.steps import Steps
 from evap.upkeep import Upkeep
 from evap.waiting import INLINE_BODY_BYTES, WaitingRoom, flow_of
@@ -166,7 +165,7 @@ class Dispatch:
             send_error=self._shell.send_error, stream_buffer=self._config.protocol.stream_buffer_bytes,
             opened_ns=self._shell.now_ns(), account=ticket,
         )  # fmt: skip
-        exchange.trace = self._trace(head)
+        exchange.trace = trace_context.of(head, self._config.server.otel_endpoint, self._config.server.otel_sample)
         exchange.adapter, exchange.cache_salt = adapter, self._identity.cache_salt(ticket.key_id)
         exchange.priority = terms.priority(account, head, request)
         if head.get(b"evap-push") == b"blocks" and request.stream and request.n > 1 and kind == "sse":
@@ -185,12 +184,6 @@ class Dispatch:
         if model in self.replica.adapters:
             return model
         raise NotFound(f"the model '{echo(model)}' does not exist", param="model", code="model_not_found")
-
-    def _trace(self, head: RequestHead) -> TraceContext | None:
-        """The trace that the client began, or one of ours where spans are wanted."""
-        found = trace_context.read(head) if b"traceparent" in head.index else None
-        server = self._config.server
-        return found if found is not None or not server.otel_endpoint else trace_context.begin(server.otel_sample)
 
     def may_wait(self, account: Account | None, head: RequestHead, connection: object, octets: int) -> Hashable:
         """For whom a request with such a body waits. Raises what refuses it, before anything is made of it."""

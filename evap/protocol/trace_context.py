@@ -57,6 +57,12 @@ def read(head: RequestHead) -> TraceContext | None:
     return TraceContext(trace_id, os.urandom(8).hex(), parent_id, known, _state(state))
 
 
+def of(head: RequestHead, wanted: object, share: float = 1.0) -> TraceContext | None:
+    """The trace that the client began, or one that begins here if one is `wanted`."""
+    found = read(head) if b"traceparent" in head.index else None
+    return found if found is not None or not wanted else begin(share)
+
+
 def begin(share: float = 1.0) -> TraceContext:
     """A trace that begins here; its id is random (level 2, section 3.2.2.3.2). share: of traces that are sampled."""
     data = os.urandom(24)

@@ -121,3 +121,19 @@ def test_a_share_of_new_traces_is_sampled() -> None:
 
     assert (count(0.0), count(1.0)) == (0, 1000)
     assert 100 < count(0.25) < 400
+
+
+def test_a_trace_begins_here_only_if_it_is_wanted() -> None:
+    def plain(*fields: tuple[bytes, bytes]) -> RequestHead:
+        return RequestHead(
+            method="GET", path="/", query="", headers=fields, version="2", scheme="http", authority="x", peer="p",
+            index=dict(fields),
+        )  # fmt: skip
+
+    assert trace_context.of(plain(), "") is None
+    begun, broken = trace_context.of(plain(), "http://x"), trace_context.of(plain((b"traceparent", b"no")), "http://x")
+    joined = trace_context.of(plain((b"traceparent", GOOD.encode())), "")
+    assert begun is not None
+    assert broken is not None
+    assert joined is not None
+    assert (begun.parent_id, broken.parent_id, joined.parent_id) == ("", "", PARENT)
