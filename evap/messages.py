@@ -60,9 +60,10 @@ class TokenBatch:
     token: int32 id. index: int32 position in the generation, from 0. flags: uint8, see the constants above.
     step: the engine's step counter at the last record. logprobs: record number -> entry, for records with HAS_LOGPROBS.
     prompt_logprobs: number of a META record -> one entry per prompt token (None for the first, which nothing predicts).
+    steady: the engine knows that no flag is set and no token is a generation's first, so that nobody needs to look.
     """
 
-    __slots__ = ("flags", "generation", "index", "logprobs", "prompt_logprobs", "slot", "step", "token")
+    __slots__ = ("flags", "generation", "index", "logprobs", "prompt_logprobs", "slot", "steady", "step", "token")
 
     def __init__(
         self,
@@ -74,6 +75,8 @@ class TokenBatch:
         step: int = 0,
         logprobs: Mapping[int, TokenLogprobs] | None = None,
         prompt_logprobs: Mapping[int, Sequence[TokenLogprobs | None]] | None = None,
+        *,
+        steady: bool = False,
     ) -> None:
         self.slot = slot
         self.generation = generation
@@ -83,6 +86,7 @@ class TokenBatch:
         self.step = step
         self.logprobs: Mapping[int, TokenLogprobs] = logprobs if logprobs is not None else {}
         self.prompt_logprobs: Mapping[int, Sequence[TokenLogprobs | None]] = prompt_logprobs or {}
+        self.steady = steady
 
     def __len__(self) -> int:
         return len(self.slot)

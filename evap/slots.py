@@ -28,6 +28,8 @@ class SlotTable(Generic[Owner]):
         #: int32, shape (size,): the generation of the slot's present (or next) user
         self.generation: Int32 = np.zeros(size, np.int32)
         self.owner: list[Owner | None] = [None] * size
+        #: counts changes of `generation`
+        self.changes = 0
         self._free = deque(range(size))
 
     @property
@@ -48,4 +50,5 @@ class SlotTable(Generic[Owner]):
             raise ValueError(f"slot {slot} is already free")
         self.owner[slot] = None
         self.generation[slot] = (int(self.generation[slot]) + 1) % GENERATIONS
+        self.changes += 1
         self._free.append(slot)

@@ -197,7 +197,7 @@ class RowTable:
         the caller sends the others its own way, after which their slots are no longer on rows.
         """
         plan = self._plan
-        if plan is not None and plan.left and np.array_equal(plan.slots, slots) and ok.all():
+        if plan is not None and plan.left and plan.same(slots) and ok.all():
             refused = plan.run(tokens, table)
             if refused is None:
                 plan.left -= 1

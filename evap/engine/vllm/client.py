@@ -15,19 +15,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import multiprocessing
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 import zmq
 
-from evap.engine.vllm import names
-from evap.engine.vllm.rows import Output, Outputs, Step, needs_tensors, plain_step, rest_of_plain, step
+from evap.engine.vllm import ids, names
+from evap.engine.vllm.plain import PlainReader
+from evap.engine.vllm.rows import Account, Outputs, Step, needs_tensors, rows_of
+from evap.engine.vllm.runs import Row
+
+logger = logging.getLogger(__name__)
 
 #: Messages taken per wake, so that a flood from the engine cannot keep the loop from its other work.
 MOST_PER_WAKE = 32
+#: zmq's own are enumerations, whose arithmetic costs more than the call
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+_ADD: Final[bytes] = names.EngineCoreRequestType.ADD.value
+_ABORT: Final[bytes] = names.EngineCoreRequestType.ABORT.value
+_UTILITY: Final[bytes] = names.EngineCoreRequestType.UTILITY.value
+_encode: Final = msgspec.msgpack.Encoder().encode
+#: Sampling parameters whose encoding is remembered.
+MOST_KNOWN: Final = 256
+#: ZMQ copies messages that are shorter; sharing memory with its thread costs more.
+MOST_COPIED: Final = 64 << 10
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
 class Sink(Protocol):
@@ -76,8 +95,8 @@ class CoreSeam:
         self._fd = -1
         self._over = False
         self._decoder = msgspec.msgpack.Decoder(Outputs)
-        encode = msgspec.msgpack.encode
-        self._rest = rest_of_plain(encode(names.EngineCoreOutput("x", [1])), encode(["x", [1]]))
+        self._plain = plain_reader()
+        self._known: dict[int, tuple[Any, msgspec.Raw]] = {}  # id of sampling parameters -> they, and encoded
         self._calls: dict[int, Callable[[str | None, Any], None]] = {}
         self._call_ids = itertools.count(1)
         self._adds: list[Any] = []
@@ -152,21 +171,41 @@ class CoreSeam:
         if self._over:
             return
         for request in adds:
-            self._send(names.EngineCoreRequestType.ADD, request)
+            self._send(_ADD, self._request(request))
         if aborts:
-            self._send(names.EngineCoreRequestType.ABORT, aborts)
+            self._send(_ABORT, self._encode(aborts))
             self._utility("is_scheduler_paused", (), lambda _failure, _result: self._sink.on_aborted(aborts))
 
-    def _send(self, kind: Any, content: Any) -> None:
+    def _request(self, request: Any) -> Sequence[Buffer]:
+        """A request, encoded. Sampling parameters are most of it, and those of many requests are one object."""
+        params = request.sampling_params
+        known = self._known.get(id(params))
+        if known is None or known[0] is not params:
+            parts = self._encode(params)
+            if len(parts) != 1:  # vLLM's encoding of what msgspec does not know
+                encoded: Sequence[Buffer] = self._encode(request)
+                return encoded
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            known = self._known[id(params)] = params, msgspec.Raw(parts[0])
+        request.sampling_params = known[1]
+        return (_encode(request),)
+
+    def _send(self, kind: bytes, parts: Sequence[Buffer]) -> None:
+        send = self._in.send
         try:
-            self._in.send_multipart((self._engine, kind.value, *self._encode(content)), zmq.NOBLOCK, copy=False)
+            send(self._engine, _NOBLOCK_MORE)
+            send(kind, _NOBLOCK_MORE)
+            for part in parts[:-1]:
+                send(part, _NOBLOCK_MORE, copy=len(part) < MOST_COPIED)
+            send(parts[-1], _NOBLOCK, copy=len(parts[-1]) < MOST_COPIED)
         except zmq.ZMQError as e:
             self._loop.call_soon(self._die, f"the engine takes no requests ({e})")
 
     def _utility(self, method: str, args: Sequence[object], done: Callable[[str | None, Any], None]) -> None:
         call_id = next(self._call_ids)
         self._calls[call_id] = done
-        self._send(names.EngineCoreRequestType.UTILITY, (0, call_id, method, args))
+        self._send(_UTILITY, self._encode((0, call_id, method, args)))
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
         """Run a method of EngineCore. The result is plain data. Raises RuntimeError with what it raised there."""
@@ -189,28 +228,42 @@ class CoreSeam:
     # In
 
     def _drain(self) -> None:
-        for _ in range(MOST_PER_WAKE):
-            if self._over:
-                return
-            try:
-                if not self._out.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # also arms the descriptor again
+        receive, events = self._out.recv, self._out.getsockopt
+        try:
+            for _ in range(MOST_PER_WAKE):
+                part = receive(_NOBLOCK, copy=False)
+                if part.more:
+                    frames = [part.bytes]
+                    while part.more:
+                        part = receive(_NOBLOCK, copy=False)
+                        frames.append(part.bytes)
+                    self._take(frames)
+                else:
+                    self._take([part.bytes])
+                if self._over or not events(_EVENTS) & _POLLIN:  # this also arms the descriptor again
                     return
-                frames = [self._out.recv(zmq.NOBLOCK)]
-                while self._out.getsockopt(zmq.RCVMORE):
-                    frames.append(self._out.recv(zmq.NOBLOCK))
-            except zmq.ZMQError:  # closed: `_die` is about to be called
-                return
-            self._take(frames)
+        except zmq.Again:  # a wake for nothing
+            return
+        except zmq.ZMQError:  # closed: `_die` is about to be called
+            return
         self._loop.call_soon(self._drain)
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) == 1 and frames[0] == names.EngineCoreProc.ENGINE_CORE_DEAD:
             self._die("the engine reports that it failed")
             return
-        plain = plain_step(frames[0], self._rest) if len(frames) == 1 and self._rest else None
-        if plain is not None:
-            self._sink.on_step(plain)
-            return
+        plain = self._plain.read(frames[0]) if self._plain is not None else None
+        if plain is None:
+            self._whole(frames)
+        elif plain.others is None:
+            self._sink.on_step(Step(plain.slots, plain.generations, plain.tokens))
+        else:
+            others = [plain.others, *frames[1:]]
+            rows, accounts = self._rows(self._decoder.decode(plain.others), others)
+            self._sink.on_step(Step(plain.slots, plain.generations, plain.tokens, rows, accounts))
+
+    def _whole(self, frames: list[bytes]) -> None:
+        """A message without plain outputs."""
         message = self._decoder.decode(frames[0])
         if message.utility_output is not None:
             utility = message.utility_output
@@ -218,10 +271,12 @@ class CoreSeam:
             if done is not None:
                 done(utility.failure_message, utility.result)
         elif message.outputs:
-            self._sink.on_step(self._step(message.outputs, frames))
+            rows, accounts = self._rows(message, frames)
+            self._sink.on_step(Step(rows=rows, accounts=accounts))
 
-    def _step(self, outputs: Sequence[Output], frames: list[bytes]) -> Step:
-        return step(outputs, self._client.decoder.decode(frames).outputs if needs_tensors(outputs) else None)
+    def _rows(self, message: Outputs, frames: list[bytes]) -> tuple[list[Row], list[Account]]:
+        outputs = message.outputs
+        return rows_of(outputs, self._client.decoder.decode(frames).outputs if needs_tensors(outputs) else None)
 
     # The end
 
@@ -248,6 +303,17 @@ class CoreSeam:
             await asyncio.to_thread(self._client.shutdown, timeout=timeout_s)
             await asyncio.sleep(0)  # vLLM closes its sockets in the next pass of the loop
             self._client.resources.ctx.destroy(linger=0)
+
+
+def plain_reader() -> PlainReader | None:
+    """None for a release whose messages cannot be read that way: each output is looked at by itself then."""
+    encode, sample = msgspec.msgpack.encode, ids.make("000000", 0, 0, 0)
+    output = names.EngineCoreOutput(sample, [1])
+    try:
+        return PlainReader(encode(names.EngineCoreOutputs(outputs=[output], timestamp=1.5)), encode(output), sample)
+    except ValueError as e:
+        logger.warning("%s: tokens cost more here", e)
+        return None
 
 
 class _Deaf:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from evap.engine.vllm import names
 from evap.engine.vllm.client import Sink
+from evap.engine.vllm.rows import Step
 from evap.engine.vllm.runs import Row
 from evap.messages import Finish, TokenLogprobs, TopLogprob
 
@@ -90,7 +91,7 @@ class LlmSeam:
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
         if rows and self._sink is not None:
-            self._sink.on_step(((), (), rows, []))
+            self._sink.on_step(Step(rows=rows))
 
     async def _watch_health(self) -> None:
         """AsyncLLM has no callback for a death of its engine; its monitor sets a flag."""

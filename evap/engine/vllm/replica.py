@@ -205,10 +205,10 @@ class VllmReplica:
     # From the seam (client.Sink)
 
     def on_step(self, step: Step) -> None:
-        ids, tokens, rows, accounts = step
-        self._drain_ring()
-        self._give(self._runs.step(ids, tokens, rows))
-        for account in accounts:
+        if self._ring is not None:
+            self._drain_ring()
+        self._give(self._runs.step(step.slots, step.generations, step.tokens, step.rows))
+        for account in step.accounts:
             complaint = self._runs.settle(account.request_id, account.count, account.fingerprint)
             if complaint is not None:
                 self.mismatches += 1

@@ -1,21 +1,20 @@
-"""The engine core's message of one step -> plain tokens and rows. No I/O.
+"""Outputs of the engine core that are more than one plain token (those are `plain.py`'s) -> rows. No I/O.
 
-`Outputs` is decoded by evap itself, straight from msgpack into the few fields that matter: for a step of 128 requests
-that costs 0.2 us a request, and no object of vLLM's is made. Log probabilities come as tensors in vLLM's own encoding;
-a step that has some is decoded once more by vLLM's decoder. `names.ORDER` holds the positions to the installed release.
+`Outputs` is decoded by evap itself, straight from msgpack into the few fields that matter, and no object of vLLM's is
+made. Log probabilities come as tensors in vLLM's own encoding; outputs that have some are decoded once more by vLLM's
+decoder. `names.ORDER` holds the positions to the installed release.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from evap.engine.vllm.runs import Row
-from evap.messages import Finish, TokenLogprobs, TopLogprob
+from evap.messages import Finish, Int32, TokenLogprobs, TopLogprob
 
 #: Key in an output's trace_headers under which our scheduler sends its account of a request (see scheduler.py).
 ACCOUNT_KEY: Final = "evap"
@@ -66,51 +65,18 @@ class Account(msgspec.Struct, frozen=True):
     fingerprint: int
 
 
-#: (ids of requests with one plain token, their tokens, everything else, accounts to settle)
-Step = tuple[Sequence[str], Sequence[int], list[Row], list[Account]]
+_NONE: Final = np.empty(0, np.int32)
 
 
-class Plain(msgspec.Struct, array_like=True, gc=False):
-    """What a plain step needs of an EngineCoreOutput."""
+class Step(NamedTuple):
+    """One engine step. slots, generations, tokens: of requests with exactly one plain token each (int32, one length);
+    rows: all others; accounts: to settle."""
 
-    request_id: str
-    new_token_ids: list[int]
-    new_logprobs: Any = None
-    new_prompt_logprobs_tensors: Any = None
-
-
-class PlainOutputs(msgspec.Struct, array_like=True, gc=False):
-    engine_index: int
-    outputs: list[Plain]
-
-
-_ids: Final = attrgetter("request_id")
-_tokens: Final = attrgetter("new_token_ids")
-_logprobs: Final = attrgetter("new_logprobs")
-_prompts: Final = attrgetter("new_prompt_logprobs_tensors")
-_PLAIN: Final = msgspec.msgpack.Decoder(PlainOutputs)
-
-
-def plain_step(frame: bytes, rest: bytes) -> Step | None:
-    """The step, if each of its outputs is one token and nothing else; None if any may be more.
-
-    `rest`: what vLLM's encoder writes of a plain output after its tokens: the members that are not set, nils for the
-    most part. Counting it says in 2 us whether all outputs end like that. Log probabilities, which come first after
-    the tokens and end in nils themselves, are looked at; what comes behind them would leave too few nils.
-    """
-    outputs = _PLAIN.decode(frame).outputs
-    if not outputs or frame.count(rest) != len(outputs) or any(map(_logprobs, outputs)) or any(map(_prompts, outputs)):
-        return None
-    tokens = list(chain.from_iterable(map(_tokens, outputs)))  # none has no token: it would have ended
-    return (list(map(_ids, outputs)), tokens, [], []) if len(tokens) == len(outputs) else None
-
-
-def rest_of_plain(encoded: bytes, without_rest: bytes) -> bytes:
-    """`rest` for `plain_step`, from an encoded plain output, and from [request id, tokens] of the same. b"" when this
-    release of vLLM encodes so that a rest would not be unmistakable: then every step is looked at one by one."""
-    rest = encoded[encoded.index(without_rest[1:]) + len(without_rest) - 1 :]
-    nils, zero, _ = rest.partition(b"\x00")
-    return rest if zero and len(nils) > 8 and set(nils) == {0xC0} else b""
+    slots: Int32 = _NONE
+    generations: Int32 = _NONE
+    tokens: Int32 = _NONE
+    rows: Sequence[Row] = ()
+    accounts: Sequence[Account] = ()
 
 
 def needs_tensors(outputs: Sequence[Output]) -> bool:
@@ -118,34 +84,17 @@ def needs_tensors(outputs: Sequence[Output]) -> bool:
     return any(o.new_logprobs is not None or o.new_prompt_logprobs_tensors is not None for o in outputs)
 
 
-def step(outputs: Sequence[Output], typed: Sequence[Any] | None = None) -> Step:
+def rows_of(outputs: Sequence[Output], typed: Sequence[Any] | None = None) -> tuple[list[Row], list[Account]]:
     """`typed`: the same outputs from vLLM's decoder, when `needs_tensors`."""
-    ids: list[str] = []
-    tokens: list[int] = []
     rows: list[Row] = []
     accounts: list[Account] = []
     for n, output in enumerate(outputs):
-        if not _unusual(output):
-            ids.append(output.request_id)
-            tokens.append(output.new_token_ids[0])
-            continue
-        account = _account(output)
+        account = _account(output) if output.trace_headers is not None else None
         if account is not None:
             accounts.append(account)
         else:
             rows.append(_row(output, typed[n] if typed is not None else None))
-    return ids, tokens, rows, accounts
-
-
-def _unusual(output: Output) -> bool:
-    return (
-        output.finish_reason is not None
-        or len(output.new_token_ids) != 1
-        or output.prefill_stats is not None
-        or output.new_logprobs is not None
-        or output.trace_headers is not None
-        or output.new_prompt_logprobs_tensors is not None
-    )
+    return rows, accounts
 
 
 def _account(output: Output) -> Account | None:

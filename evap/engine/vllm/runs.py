@@ -1,10 +1,10 @@
 """Which engine request is which slot, and a step's output as one TokenBatch. No I/O, no vLLM.
 
 A run lives from `open` to exactly one record with a Finish. Its request id is unique for the life of the process and
-names the slot, so that code in the engine's processes can find the slot without being told.
+names the slot (see ids.py), so that code in the engine's processes can find the slot without being told.
 
 Three ways lead tokens here, and each run uses one at a time:
-- `step`: rows of the engine's own messages (one token each in the common case: no Python object is made for those);
+- `step`: the engine's own messages (one plain token each in the common case: arrays, no Python object a token);
 - `ring`: records that the scheduler wrote into shared memory. The last message of such a request carries only the
   engine's own count and fingerprint of all its tokens, and `settle` compares them with what came out of the ring;
 - `cancelled` and `fail`: no tokens, the end.
@@ -19,7 +19,9 @@ from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from evap.engine.vllm import ids
 from evap.engine.vllm.shared import FINGERPRINT_SEED, Prints, fingerprints
 from evap.messages import (
     FINISH_MASK,
@@ -66,7 +68,7 @@ class Runs:
     """The runs of one engine process."""
 
     def __init__(self) -> None:
-        self._nonce = secrets.token_hex(4)
+        self._nonce = secrets.token_hex(3)
         self._numbers = itertools.count()
         self._runs: dict[str, _Run] = {}
         self._at: dict[int, _Run] = {}  # slot -> its run
@@ -74,19 +76,18 @@ class Runs:
         self._count: Int32 = np.zeros(SLOTS, np.int32)  # slot -> tokens so far
         self._prints: Prints = np.zeros(SLOTS, np.uint64)  # slot -> fingerprint of the tokens off the ring
         self._ended: dict[str, tuple[int, int]] = {}  # ended on the ring, not yet settled: (count, fingerprint)
-        self._ids: Sequence[str] = ()  # of the last plain step, and their slots: rows of a step rarely change
-        self._slots: Int32 = np.empty(0, np.int32)
-        self._generations: Int32 = np.empty(0, np.int32)
+        self._slots: Int32 | None = None  # of the last plain step, if all of them still run
+        self._places: npt.NDArray[np.intp] = np.empty(0, np.intp)  # the same, as numpy indexes fastest
         self.steps = 0
 
     def __len__(self) -> int:
         return len(self._runs)
 
     def open(self, slot: int, generation: int) -> str:
-        """Begin a run. Returns its request id: nonce, number, slot and generation, joined by dots."""
+        """Begin a run. Returns its request id."""
         if slot in self._at:
             raise ValueError(f"slot {slot} is still in use")
-        request_id = f"{self._nonce}.{next(self._numbers):x}.{slot}.{generation}"
+        request_id = ids.make(self._nonce, next(self._numbers), slot, generation)
         run = self._runs[request_id] = self._at[slot] = _Run(request_id, slot, generation)
         self._live[slot] = run.generation
         self._count[slot] = 0
@@ -104,32 +105,34 @@ class Runs:
 
     # The engine's own messages
 
-    def step(self, ids: Sequence[str], tokens: Sequence[int], rows: Sequence[Row]) -> TokenBatch | None:
-        """One engine step. `ids` and `tokens`: requests with exactly one plain token each; `rows`: all others.
+    def step(self, slots: Int32, generations: Int32, tokens: Int32, rows: Sequence[Row] = ()) -> TokenBatch | None:
+        """One engine step. The arrays: requests with exactly one plain token each; `rows`: all others.
 
-        Requests that are not running (cancelled, or of a dead engine) are ignored. None when nothing is left.
+        Requests that are not running (cancelled, or of a dead engine) are ignored. None when nothing is left. The very
+        same array of slots again means the same requests: it must not be written to.
         """
         self.steps += 1
-        batch = self._plain(ids, tokens) if ids else None
+        batch = self._plain(slots, generations, tokens) if len(slots) else None
         if not rows:
             return batch
         return _joined(batch, self._rows(rows), self.steps)
 
-    def _plain(self, ids: Sequence[str], tokens: Sequence[int]) -> TokenBatch | None:
-        if ids != self._ids:
-            runs = [self._runs.get(request_id) for request_id in ids]
-            if None in runs:
-                known = [n for n, run in enumerate(runs) if run is not None]
-                return self._plain([ids[n] for n in known], [tokens[n] for n in known]) if known else None
-            self._slots = np.array([run.slot for run in runs if run], np.int32)
-            self._generations = np.array([run.generation for run in runs if run], np.int32)
-            self._ids = ids
-        slots = self._slots
-        index = self._count[slots]
-        self._count[slots] = index + 1  # a request has one row in a step, so no slot comes twice
-        return TokenBatch(
-            slots, self._generations, np.array(tokens, np.int32), index, np.zeros(len(slots), np.uint8), self.steps
-        )
+    def _plain(self, slots: Int32, generations: Int32, tokens: Int32) -> TokenBatch | None:
+        again = slots is self._slots
+        if not again:
+            live = self._live[slots] == generations
+            self._slots = slots
+            if not live.all():
+                self._slots = None
+                slots, generations, tokens = slots[live], generations[live], tokens[live]
+                if not len(slots):
+                    return None
+            self._places = slots.astype(np.intp)
+        places = self._places
+        index = self._count[places]
+        self._count[places] = index + 1  # a request has one plain token in a step, so no slot comes twice
+        flags = np.zeros(len(slots), np.uint8)
+        return TokenBatch(slots, generations, tokens, index, flags, self.steps, steady=again or bool(index.all()))
 
     def _rows(self, rows: Sequence[Row]) -> TokenBatch | None:
         found = _Records()
@@ -158,7 +161,7 @@ class Runs:
     def _close(self, run: _Run) -> None:
         del self._runs[run.request_id], self._at[run.slot]
         self._live[run.slot] = -1
-        self._ids = ()
+        self._slots = None
 
     # The ring
 
@@ -197,19 +200,19 @@ class Runs:
 
     # Ends without tokens
 
-    def cancelled(self, ids: Iterable[str]) -> TokenBatch | None:
+    def cancelled(self, request_ids: Iterable[str]) -> TokenBatch | None:
         """The engine has confirmed that these run no more (those that ended meanwhile are ignored)."""
-        return self._end(ids, Finish.CANCELLED)
+        return self._end(request_ids, Finish.CANCELLED)
 
-    def fail(self, ids: Iterable[str] | None = None) -> TokenBatch | None:
+    def fail(self, request_ids: Iterable[str] | None = None) -> TokenBatch | None:
         """The engine died (None: all of them), or refused these."""
-        if ids is None:
+        if request_ids is None:
             self._ended.clear()
-        return self._end(list(self._runs) if ids is None else ids, Finish.ERROR)
+        return self._end(list(self._runs) if request_ids is None else request_ids, Finish.ERROR)
 
-    def _end(self, ids: Iterable[str], finish: Finish) -> TokenBatch | None:
+    def _end(self, request_ids: Iterable[str], finish: Finish) -> TokenBatch | None:
         found = _Records()
-        for request_id in ids:
+        for request_id in request_ids:
             run = self._runs.get(request_id)
             if run is not None:
                 found.add(run, 0, int(self._count[run.slot]), int(finish) | NO_TOKEN)

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from evap.engine.meter import map_file
+from evap.engine.vllm import ids
 from evap.engine.vllm.rows import ACCOUNT_KEY, FINISHES
 from evap.engine.vllm.shared import CONFIG_KEY, Bell, fingerprint
 from evap.messages import META, NO_TOKEN, SILENT, Finish
@@ -30,12 +31,10 @@ class _Known:
 
     __slots__ = ("count", "generation", "request", "slot")
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, where: tuple[int, int]) -> None:
         self.request = request
         self.count = 0
-        _, _, slot, generation = request.request_id.split(".")
-        self.slot = int(slot)
-        self.generation = int(generation)
+        self.slot, self.generation = where
 
 
 class RingPath:
@@ -89,9 +88,10 @@ class RingPath:
         known = self._known.get(output.request_id)
         if known is None:
             request = requests.get(output.request_id)
-            if request is None:  # it never ran (an error before its first token)
+            where = ids.parse(output.request_id)
+            if request is None or where is None:  # it never ran (an error before its first token)
                 return False
-            known = self._known[output.request_id] = _Known(request)
+            known = self._known[output.request_id] = _Known(request, where)
         if room and output.new_logprobs is None and output.new_prompt_logprobs_tensors is None:
             return True
         self._by_message.add(output.request_id)

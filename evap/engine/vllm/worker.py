@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evap.engine.meter import open_writer, stream_of
+from evap.engine.vllm import ids
 
 Ints = npt.NDArray[np.int32]
 
@@ -88,10 +89,10 @@ class Counter:
             self._writer.begin([join for join in joins if join is not None], time.monotonic_ns())
 
     def _new(self, request: Any) -> Any:
-        parts = request.req_id.split(".")
-        if len(parts) != 4 or request.sampling_params is None:
+        where = ids.parse(request.req_id)
+        if where is None or request.sampling_params is None:
             return None  # not a request of ours: a warm-up, say
-        slot, generation = int(parts[2]), int(parts[3].partition("-")[0])
+        slot, generation = where
         known = request.req_id in self._slots  # preempted, and computed again: its prompt is counted once
         self._slots[request.req_id] = slot
         if known:

@@ -32,6 +32,7 @@ from evap.messages import (
     TokenBatch,
     TokenLogprobs,
 )
+from tests.support import Server
 
 T = TypeVar("T")
 VOCAB = 2048
@@ -41,7 +42,7 @@ NEEDS_VLLM = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-vllm)"),
     pytest.mark.filterwarnings("default"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),  # a start of an engine may be in it, on a machine that others use too
 ]
 
 
@@ -201,3 +202,16 @@ def ask(prompt: Sequence[int] = (5, 6, 7), *, n: int = 8, **fields: Any) -> Gene
     outer = {k: fields.pop(k) for k in ("priority", "cache_salt", "adapter") if k in fields}
     sampling = SamplingParams(**{"max_tokens": n, "temperature": 0.0, "ignore_eos": True, **fields})
     return GenerateRequest(prompt_ids=list(prompt), sampling=sampling, **outer)
+
+
+def serve(*args: str) -> Iterator[Server]:
+    """evap with vLLM behind it, as a process of its own; it must end well."""
+    prepare_environment()
+    server = Server("--engine", "vllm", "--port", "0", "--enforce-eager", *args)
+    try:
+        server.wait_ready(600)
+        yield server
+        assert server.stop(60) == 0, server.log
+        server.check_log()
+    finally:
+        server.kill()

@@ -56,12 +56,19 @@ def test_our_own_decoder_has_the_fields_in_their_places() -> None:
         assert own == theirs.__struct_fields__[: len(own)]
 
 
-def test_plain_outputs_have_a_rest_that_nothing_else_looks_like() -> None:
-    import msgspec
-    from vllm.v1.engine import EngineCoreOutput
+def test_plain_outputs_can_be_told_from_others_in_this_releases_encoding() -> None:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.serial_utils import MsgpackEncoder
 
-    from evap.engine.vllm.rows import rest_of_plain
+    from evap.engine.vllm import ids
+    from evap.engine.vllm.client import plain_reader
 
-    (encoded,) = MsgpackEncoder().encode(EngineCoreOutput("x", [1]))
-    assert len(rest_of_plain(bytes(encoded), msgspec.msgpack.encode(["x", [1]]))) > 10
+    reader = plain_reader()
+    assert reader is not None
+    mine = [ids.make("0f0f0f", n, n, 9) for n in range(3)]
+    outputs = [EngineCoreOutput(i, [token]) for i, token in zip(mine, (5, 50_000, 500), strict=True)]
+    outputs[1].finish_reason = FinishReason.LENGTH
+    (encoded,) = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=2.5))
+    found = reader.read(bytes(encoded))
+    assert found is not None
+    assert (found.slots.tolist(), found.tokens.tolist(), found.other_count) == ([0, 2], [5, 500], 1)

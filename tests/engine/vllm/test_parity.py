@@ -39,18 +39,11 @@ OPTIONS = ("--enforce-eager", "--max-model-len", "2048", "--dtype", "bfloat16")
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    from evap.engine.model import resolve
-
-    return resolve("smollm2-135m").path
-
-
-@pytest.fixture(scope="module")
-def vllm_url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def vllm_url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     prepare_environment()
     port = free_port()
     log = tmp_path_factory.mktemp("vllm") / "log"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2)]
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), *OPTIONS]
     command += ["--kv-cache-memory-bytes", str(256 << 20)]
     with log.open("wb") as out:
@@ -68,7 +61,7 @@ def vllm_url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if httpx.get(url).status_code == 200:
@@ -79,20 +72,9 @@ def wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(f"vLLM's server did not start:\n{log.read_text()[-3000:]}")
 
 
-@pytest.fixture(scope="module")
-def evap_url(model: Path) -> Iterator[str]:
-    prepare_environment()
-    server = Server(
-        "--engine", "vllm", "--model", str(model), "--served-model-name", "m", "--port", "0", "--kv-cache-mb", "256",
-        *OPTIONS,
-    )  # fmt: skip
-    try:
-        server.wait_ready(300)
-        yield server.url
-        assert server.stop(60) == 0
-        server.check_log()
-    finally:
-        server.kill()
+@pytest.fixture
+def evap_url(real: Server) -> str:
+    return real.url
 
 
 QUESTIONS = (

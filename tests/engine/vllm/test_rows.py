@@ -1,4 +1,4 @@
-"""The step's message, decoded by evap itself: what is plain, what is a row, and what both say."""
+"""Outputs that are more than a plain token, decoded by evap itself: rows and accounts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from evap.engine.vllm.rows import Account, Outputs, needs_tensors, plain_step, positions, rest_of_plain, step
+from evap.engine.vllm.rows import Account, Outputs, needs_tensors, positions, rows_of
 from evap.engine.vllm.runs import Row
 from evap.messages import Finish, TokenLogprobs, TopLogprob
 
@@ -26,52 +24,6 @@ def decode(*outputs: list[Any]) -> Outputs:
     return msgspec.msgpack.decode(data, type=Outputs)
 
 
-def frame(*outputs: list[Any]) -> bytes:
-    return msgspec.msgpack.encode([0, list(outputs), None, 1.5, None, None, None, None, None])
-
-
-PLAIN = msgspec.msgpack.encode(output("x", [1]))
-REST = rest_of_plain(PLAIN, msgspec.msgpack.encode(["x", [1]]))
-
-
-def test_a_plain_step_makes_no_rows() -> None:
-    outputs = (output("a", [5]), output("b", [6]))
-    assert plain_step(frame(*outputs), REST) == step(decode(*outputs).outputs) == (["a", "b"], [5, 6], [], [])
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        output("b", []), output("b", [6, 7]), output("b", [6], finish=0), output("b", [6], stats={"x": 0}),
-        output("b", [6], trace={"x": "1"}), output("b", [6], new_logprobs=["x"]), output("b", [6], prompt=["x"]),
-        output("b", [6], new_logprobs=["x", None]), output("b", [6], prompt=["x", None, None]),
-        output("b", [6], kv={"x": None}), output("b", [6], pooling=["x", None]),
-    ],
-)  # fmt: skip
-def test_one_that_is_not_plain_is_noticed(other: list[Any]) -> None:
-    assert plain_step(frame(output("a", [5]), other), REST) is None
-    assert plain_step(frame(other), REST) is None
-
-
-def test_a_message_without_outputs_is_not_plain() -> None:
-    assert plain_step(frame(), REST) is None
-
-
-@given(st.lists(st.integers(0, 2**31 - 1) | st.sampled_from([0xC0, 0xC0C0, 0x40C0C0C0]), min_size=1, max_size=20))
-def test_no_token_looks_like_the_rest(tokens: list[int]) -> None:
-    outputs = [output(f"r{n}", [token]) for n, token in enumerate(tokens)]
-    found = plain_step(frame(*outputs), REST)
-    assert found is not None
-    assert found[1] == tokens
-    assert plain_step(frame(*outputs, output("z", [1], finish=1)), REST) is None
-
-
-def test_an_encoding_without_an_unmistakable_rest_is_not_trusted() -> None:
-    head = msgspec.msgpack.encode(["x", [1]])
-    for tail in ([None] * 16, [None] * 3 + [0], [0] + [None] * 15, []):
-        assert rest_of_plain(msgspec.msgpack.encode(["x", [1], *tail]), head) == b""
-
-
 @pytest.mark.parametrize(
     ("reason", "finish", "silent"),
     [
@@ -80,24 +32,24 @@ def test_an_encoding_without_an_unmistakable_rest_is_not_trusted() -> None:
     ],
 )  # fmt: skip
 def test_every_finish_reason(reason: int, finish: Finish, silent: bool) -> None:
-    ids, tokens, rows, _ = step(decode(output("a", [5]), output("b", [6], finish=reason)).outputs)
-    assert (ids, tokens) == (["a"], [5])
-    assert rows == [Row(request_id="b", tokens=[6], finish=finish, silent=silent)]
+    rows, accounts = rows_of(decode(output("a", [5]), output("b", [6], finish=reason)).outputs)
+    assert rows == [Row(request_id="a", tokens=[5]), Row(request_id="b", tokens=[6], finish=finish, silent=silent)]
+    assert not accounts
 
 
 def test_cached_tokens_come_with_the_first_output() -> None:
-    _, _, rows, _ = step(decode(output("a", [5], stats={"num_prompt_tokens": 40, "num_cached_tokens": 32})).outputs)
+    rows, _ = rows_of(decode(output("a", [5], stats={"num_prompt_tokens": 40, "num_cached_tokens": 32})).outputs)
     assert rows == [Row(request_id="a", tokens=[5], cached=32)]
 
 
 def test_several_tokens_of_a_speculating_engine() -> None:
-    _, _, rows, _ = step(decode(output("a", [5, 6, 7]), output("b", [])).outputs)
+    rows, _ = rows_of(decode(output("a", [5, 6, 7]), output("b", [])).outputs)
     assert rows == [Row(request_id="a", tokens=[5, 6, 7]), Row(request_id="b", tokens=[])]
 
 
 def test_our_schedulers_account() -> None:
-    found = step(decode(output("a", [], finish=1, trace={"evap": "12:99"}), output("b", [4])).outputs)
-    assert found == (["b"], [4], [], [Account("a", 12, 99)])
+    found = rows_of(decode(output("a", [], finish=1, trace={"evap": "12:99"}), output("b", [4])).outputs)
+    assert found == ([Row(request_id="b", tokens=[4])], [Account("a", 12, 99)])
 
 
 class Lists:
@@ -122,7 +74,7 @@ def test_a_step_with_tensors_takes_them_from_vllms_decoder() -> None:
         new_logprobs: Any = Lists([[7, 3]], [[-0.5, -2]])
         new_prompt_logprobs_tensors: Any = Lists([[1, 2]], [[-3, -1]])
 
-    ids, tokens, rows, _ = step(message.outputs, [Typed(), None])
-    assert (ids, tokens) == (["b"], [8])
+    rows, _ = rows_of(message.outputs, [Typed(), None])
+    assert rows[1] == Row(request_id="b", tokens=[8])
     assert rows[0].logprobs == [TokenLogprobs(logprob=-0.5, top=(TopLogprob(3, -2.0),))]
     assert rows[0].prompt_logprobs == [None, TokenLogprobs(logprob=-3.0, top=(TopLogprob(2, -1.0),))]

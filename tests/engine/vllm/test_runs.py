@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from evap.engine.vllm.ids import parse
 from evap.engine.vllm.runs import Row, Runs
 from evap.engine.vllm.shared import fingerprint
 from evap.messages import (
@@ -29,6 +32,13 @@ def records(batch: TokenBatch | None) -> list[tuple[int, int, int, int, int]]:
     return list(zip(*(c.tolist() for c in columns), strict=True))
 
 
+def plain(runs: Runs, request_ids: Sequence[str], tokens: Sequence[int], rows: Sequence[Row] = ()) -> TokenBatch | None:
+    """A step as the seam gives it: slots and generations as arrays."""
+    places = [parse(request_id) or (0, 0) for request_id in request_ids]
+    slots, generations = (np.array([place[n] for place in places], np.int32) for n in (0, 1))
+    return runs.step(slots, generations, np.array(tokens, np.int32), rows)
+
+
 def ring_batch(*rows: tuple[int, int, int, int, int]) -> TokenBatch:
     slot, generation, token, index, flags = zip(*rows, strict=True)
     ints = [np.array(column, np.int32) for column in (slot, generation, token, index)]
@@ -38,9 +48,24 @@ def ring_batch(*rows: tuple[int, int, int, int, int]) -> TokenBatch:
 def test_plain_tokens_count_up_and_need_no_rows() -> None:
     runs = Runs()
     ids = [runs.open(4, 1), runs.open(9, 2)]
-    assert records(runs.step(ids, [50, 60], [])) == [(4, 1, 50, 0, 0), (9, 2, 60, 0, 0)]
-    assert records(runs.step(list(ids), [51, 61], [])) == [(4, 1, 51, 1, 0), (9, 2, 61, 1, 0)]
-    assert records(runs.step([ids[1]], [62], [])) == [(9, 2, 62, 2, 0)]
+    assert records(plain(runs, ids, [50, 60])) == [(4, 1, 50, 0, 0), (9, 2, 60, 0, 0)]
+    assert records(plain(runs, list(ids), [51, 61])) == [(4, 1, 51, 1, 0), (9, 2, 61, 1, 0)]
+    assert records(plain(runs, [ids[1]], [62])) == [(9, 2, 62, 2, 0)]
+
+
+def test_the_same_array_of_slots_is_known_and_a_change_of_who_runs_is_noticed() -> None:
+    runs = Runs()
+    runs.open(4, 1), runs.open(9, 2)
+    slots, generations, tokens = (np.array(column, np.int32) for column in ([4, 9], [1, 2], [50, 60]))
+    batches = [runs.step(slots, generations, tokens) for _ in range(3)]
+    assert [records(batch)[1] for batch in batches] == [(9, 2, 60, n, 0) for n in range(3)]
+    assert [batch is not None and batch.steady for batch in batches] == [False, True, True]
+    found = runs.find(9, 2)
+    assert found is not None
+    runs.cancelled([found])
+    assert records(runs.step(slots, generations, tokens)) == [(4, 1, 50, 3, 0)]
+    runs.open(9, 3)
+    assert records(runs.step(slots, generations, tokens)) == [(4, 1, 50, 4, 0)]
 
 
 def test_a_row_brings_the_facts_the_tokens_and_the_end_in_order() -> None:
@@ -48,7 +73,7 @@ def test_a_row_brings_the_facts_the_tokens_and_the_end_in_order() -> None:
     one = runs.open(3, 7)
     entries = [TokenLogprobs(logprob=-1.0), TokenLogprobs(logprob=-2.0)]
     row = Row(request_id=one, tokens=[5, 6], finish=Finish.STOP, silent=True, logprobs=entries, cached=16)
-    batch = runs.step([], [], [row])
+    batch = plain(runs, [], [], [row])
     assert records(batch) == [
         (3, 7, 16, 0, META),
         (3, 7, 5, 0, HAS_LOGPROBS),
@@ -62,19 +87,19 @@ def test_a_row_brings_the_facts_the_tokens_and_the_end_in_order() -> None:
 def test_plain_tokens_and_rows_of_one_step_are_one_batch() -> None:
     runs = Runs()
     a, b = runs.open(0, 0), runs.open(1, 0)
-    found = records(runs.step([a], [5], [Row(request_id=b, tokens=[6], finish=Finish.LENGTH)]))
+    found = records(plain(runs, [a], [5], [Row(request_id=b, tokens=[6], finish=Finish.LENGTH)]))
     assert sorted(found) == [(0, 0, 5, 0, 0), (1, 0, 6, 0, Finish.LENGTH)]
-    assert records(runs.step([a], [7], [])) == [(0, 0, 7, 1, 0)]
+    assert records(plain(runs, [a], [7])) == [(0, 0, 7, 1, 0)]
 
 
 def test_an_end_without_a_token_and_a_second_end() -> None:
     runs = Runs()
     a = runs.open(2, 0)
-    assert records(runs.step([], [], [Row(request_id=a, finish=Finish.ERROR)])) == [
+    assert records(plain(runs, [], [], [Row(request_id=a, finish=Finish.ERROR)])) == [
         (2, 0, 0, 0, NO_TOKEN | Finish.ERROR)
     ]
-    assert runs.step([a], [5], []) is None
-    assert runs.step([], [], [Row(request_id=a, tokens=[5])]) is None
+    assert plain(runs, [a], [5]) is None
+    assert plain(runs, [], [], [Row(request_id=a, tokens=[5])]) is None
     assert runs.cancelled([a]) is None
     assert runs.fail() is None
 
@@ -84,7 +109,7 @@ def test_requests_of_a_dead_engine_do_not_disturb_the_living() -> None:
     old = runs.open(0, 0)
     runs.fail()
     new = runs.open(0, 1)
-    assert records(runs.step([old, new], [5, 6], [])) == [(0, 1, 6, 0, 0)]
+    assert records(plain(runs, [old, new], [5, 6])) == [(0, 1, 6, 0, 0)]
 
 
 def test_find_and_cancel_know_generations() -> None:
@@ -93,7 +118,7 @@ def test_find_and_cancel_know_generations() -> None:
     assert runs.find(1, 5) == a
     assert runs.find(1, 4) is None
     assert runs.find(2, 5) is None
-    runs.step([a], [9], [])
+    plain(runs, [a], [9])
     assert records(runs.cancelled([a])) == [(1, 5, 0, 1, NO_TOKEN | Finish.CANCELLED)]
     runs.open(1, 6)
     with pytest.raises(ValueError, match="in use"):
@@ -180,7 +205,7 @@ class Lives(RuleBasedStateMachine):
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         ids = [i for i in self.open if data.draw(st.booleans())]
-        plain = [i for i in ids if data.draw(st.booleans())]
+        ones = [i for i in ids if data.draw(st.booleans())]
         rows = [
             Row(
                 request_id=i,
@@ -189,9 +214,9 @@ class Lives(RuleBasedStateMachine):
                 cached=data.draw(st.sampled_from([None, 0, 3])),
             )
             for i in ids
-            if i not in plain
+            if i not in ones
         ]
-        self.take(self.runs.step(plain, [1] * len(plain), rows))
+        self.take(plain(self.runs, ones, [1] * len(ones), rows))
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evap.engine.vllm.ids import make
 from evap.engine.vllm.worker import Counter, wrap
 from evap.messages import Finish
 from evap.metering.counters import WRITERS
@@ -32,6 +33,10 @@ def new(request_id: str, prompt: int = 10, cached: int = 0, limit: int = 5) -> A
     )
 
 
+def name(number: int, slot: int, generation: int) -> str:
+    return make("0a0b0c", number, slot, generation)
+
+
 def lists(*rows: tuple[str, list[int]]) -> Any:
     return SimpleNamespace(req_ids=[i for i, _ in rows], sampled_token_ids=[tokens for _, tokens in rows])
 
@@ -45,10 +50,10 @@ def page() -> tuple[Counter, PageReader]:
 
 def test_tokens_are_counted_by_slot(page: tuple[Counter, PageReader]) -> None:
     counter, reader = page
-    counter.before(scheduled(new("n.0.7.3", prompt=40, cached=16), new("n.1.9.4")))
-    counter.after(lists(("n.0.7.3", [50]), ("n.1.9.4", [])))  # the second is in the middle of its prefill
+    counter.before(scheduled(new(name(0, 7, 3), prompt=40, cached=16), new(name(1, 9, 4))))
+    counter.after(lists((name(0, 7, 3), [50]), (name(1, 9, 4), [])))  # the second is in the middle of its prefill
     counter.before(scheduled())
-    counter.after(lists(("n.0.7.3", [51, 52]), ("n.1.9.4", [60])))  # the first guessed one ahead
+    counter.after(lists((name(0, 7, 3), [51, 52]), (name(1, 9, 4), [60])))  # the first guessed one ahead
     row = reader.row(7)
     assert row is not None
     assert (row.generation, row.prompt, row.cached, row.computed, row.emitted, row.steps) == (3, 40, 16, 3, 3, 2)
@@ -59,8 +64,8 @@ def test_tokens_are_counted_by_slot(page: tuple[Counter, PageReader]) -> None:
 
 def test_a_token_past_the_end_is_computed_and_not_emitted(page: tuple[Counter, PageReader]) -> None:
     counter, reader = page
-    counter.before(scheduled(new("n.0.7.3", limit=2)))
-    counter.after(lists(("n.0.7.3", [50, 51, 52])))
+    counter.before(scheduled(new(name(0, 7, 3), limit=2)))
+    counter.after(lists((name(0, 7, 3), [50, 51, 52])))
     row = reader.row(7)
     assert row is not None
     assert (row.computed, row.emitted, row.finish) == (3, 2, Finish.LENGTH)
@@ -68,10 +73,10 @@ def test_a_token_past_the_end_is_computed_and_not_emitted(page: tuple[Counter, P
 
 def test_a_preempted_request_keeps_its_counts(page: tuple[Counter, PageReader]) -> None:
     counter, reader = page
-    counter.before(scheduled(new("n.0.7.3", prompt=40)))
-    counter.after(lists(("n.0.7.3", [50])))
-    counter.before(scheduled(new("n.0.7.3", prompt=40)))
-    counter.after(lists(("n.0.7.3", [51])))
+    counter.before(scheduled(new(name(0, 7, 3), prompt=40)))
+    counter.after(lists((name(0, 7, 3), [50])))
+    counter.before(scheduled(new(name(0, 7, 3), prompt=40)))
+    counter.after(lists((name(0, 7, 3), [51])))
     row = reader.row(7)
     assert row is not None
     assert (row.prompt, row.computed) == (40, 2)
@@ -79,10 +84,10 @@ def test_a_preempted_request_keeps_its_counts(page: tuple[Counter, PageReader]) 
 
 def test_a_slot_taken_again_starts_from_nothing(page: tuple[Counter, PageReader]) -> None:
     counter, reader = page
-    counter.before(scheduled(new("n.0.7.3")))
-    counter.after(lists(("n.0.7.3", [50])))
-    counter.before(scheduled(new("n.1.7.4"), finished=["n.0.7.3"]))
-    counter.after(lists(("n.1.7.4", [60]), ("n.0.7.3", [99])))  # the old one's is late
+    counter.before(scheduled(new(name(0, 7, 3))))
+    counter.after(lists((name(0, 7, 3), [50])))
+    counter.before(scheduled(new(name(1, 7, 4)), finished=[name(0, 7, 3)]))
+    counter.after(lists((name(1, 7, 4), [60]), (name(0, 7, 3), [99])))  # the old one's is late
     row = reader.row(7)
     assert row is not None
     assert (row.generation, row.computed) == (4, 1)
@@ -119,9 +124,9 @@ class Tensor:
 
 def test_an_engine_that_schedules_ahead_hands_over_a_tensor(page: tuple[Counter, PageReader]) -> None:
     counter, reader = page
-    counter.before(scheduled(new("n.0.7.3"), new("n.1.9.4"), new("n.2.8.1")))
+    counter.before(scheduled(new(name(0, 7, 3)), new(name(1, 9, 4)), new(name(2, 8, 1))))
     tokens = Tensor([[50, 51, -1], [60, -1, -1], [70, 71, 72]])
-    inner = SimpleNamespace(req_ids=["n.0.7.3", "n.1.9.4", "n.2.8.1"])
+    inner = SimpleNamespace(req_ids=[name(0, 7, 3), name(1, 9, 4), name(2, 8, 1)])
     counter.after(SimpleNamespace(_model_runner_output=inner, _sampled_token_ids=tokens, _invalid_req_indices=[1]))
     rows = [reader.row(slot) for slot in (7, 9, 8)]
     assert [row.computed if row else None for row in rows] == [2, 0, 3]
@@ -129,12 +134,12 @@ def test_an_engine_that_schedules_ahead_hands_over_a_tensor(page: tuple[Counter,
 
 def test_the_runner_is_wrapped_and_its_results_pass_through(page: tuple[Counter, PageReader]) -> None:
     counter, reader = page
-    output = lists(("n.0.7.3", [50]))
+    output = lists((name(0, 7, 3), [50]))
     runner = SimpleNamespace(
         execute_model=lambda s, extra=None: ("forward", extra), sample_tokens=lambda grammar: output
     )
     wrap(runner, counter)
-    assert runner.execute_model(scheduled(new("n.0.7.3")), extra=5) == ("forward", 5)
+    assert runner.execute_model(scheduled(new(name(0, 7, 3))), extra=5) == ("forward", 5)
     assert runner.sample_tokens(None) is output
     assert reader.row(7) is not None
 
