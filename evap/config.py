@@ -149,6 +149,11 @@ class EngineConfig:
     lora: tuple[str, ...] = opt(
         (), "name=path of a LoRA adapter (vllm), which clients name as the model; may be repeated"
     )
+    generation_config: str = opt(
+        "auto",
+        "whose sampling defaults hold for what a request leaves open: the model's generation_config.json (auto), that "
+        "of another directory, or nobody's but the API's (vllm)",
+    )
     token_cache_mb: int = opt(64, "memory for token ids of conversations seen before; 0 switches it off", low=0)
     synthetic_ttft_ms: float = opt(0.0, "synthetic engine: time to the first token", low=0)
     synthetic_step_ms: float = opt(10.0, "synthetic engine: time between tokens; 0: as fast as it goes", low=0)

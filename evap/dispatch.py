@@ -236,7 +236,7 @@ class Dispatch:
         if prompt.text is not None:
             exchange.request = msgspec.structs.replace(exchange.request, prompt_text=prompt.text)
         request, prompt_ids = exchange.request, prompt.ids
-        sampling = self._complete(request.sampling, request.max_tokens, len(prompt_ids))
+        sampling = self._complete(request, len(prompt_ids))
         check_request(self.replica.info, self.text.eos_ids, sampling, prompt)
         self.replica.check(sampling, prompt_ids)
         if self.replica.state is not ReplicaState.READY:
@@ -254,9 +254,10 @@ class Dispatch:
         for choice in exchange.choices:
             self.replica.submit(choice.slot, choice.generation, choice.request())
 
-    def _complete(self, sampling: SamplingParams, max_tokens: int | None, prompt: int) -> SamplingParams:
-        """max_tokens against the context. Raises ContextOverflow naming both numbers."""
-        context = self.replica.info.max_model_len
+    def _complete(self, request: ParsedRequest, prompt: int) -> SamplingParams:
+        """The model's own defaults; max_tokens against the context. Raises ContextOverflow naming both numbers."""
+        info, max_tokens = self.replica.info, request.max_tokens
+        context = info.max_model_len
         room = context - prompt
         if room < 1 or (max_tokens is not None and max_tokens > room):
             wanted = f"{prompt} in the prompt" + (f" and {max_tokens} to generate" if max_tokens is not None else "")
@@ -265,7 +266,11 @@ class Dispatch:
                 f"{prompt + (max_tokens or 1)} ({wanted})",
                 param="max_tokens" if max_tokens is not None and room >= 1 else "messages",
             )
-        return msgspec.structs.replace(sampling, max_tokens=max_tokens if max_tokens is not None else room)
+        if max_tokens is None:
+            max_tokens = min(room, info.default_max_tokens or room)
+        own = info.sampling_defaults
+        changes = {name: own[name] for name in request.left_open if name in own} if own else {}
+        return msgspec.structs.replace(request.sampling, max_tokens=max_tokens, **changes)
 
     # What ends exchanges early
 

@@ -210,6 +210,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: Sequence[int] | None = None
     template_args: Mapping[str, Any] = {}
     sampling: SamplingParams
+    #: fields of `sampling` that hold the API's default because the request leaves them open: a model's own go before
+    left_open: tuple[str, ...] = ()
     #: None: as many as the context leaves.
     max_tokens: int | None = None
     n: int = 1
@@ -254,3 +256,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: KV capacity in tokens; 0 when the engine has none.
     kv_tokens: int = 0
     version: str = ""
+    #: Fields of SamplingParams that the model's own configuration sets where a request does not.
+    sampling_defaults: dict[str, Any] = {}
+    #: max_tokens of a request that has none and whose dialect has no default; 0: what the context leaves.
+    default_max_tokens: int = 0

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from evap.messages import Int32
 
@@ -28,8 +29,9 @@ class SlotTable(Generic[Owner]):
         #: int32, shape (size,): the generation of the slot's present (or next) user
         self.generation: Int32 = np.zeros(size, np.int32)
         self.owner: list[Owner | None] = [None] * size
-        #: counts changes of `generation`
-        self.changes = 0
+        self._changes = 0  # of `generation`
+        #: slots that were all found fresh, at that number of changes
+        self._known: tuple[Int32 | None, int] = (None, 0)
         self._free = deque(range(size))
 
     @property
@@ -50,5 +52,17 @@ class SlotTable(Generic[Owner]):
             raise ValueError(f"slot {slot} is already free")
         self.owner[slot] = None
         self.generation[slot] = (int(self.generation[slot]) + 1) % GENERATIONS
-        self.changes += 1
+        self._changes += 1
         self._free.append(slot)
+
+    def fresh(self, slots: Int32, generations: Int32) -> npt.NDArray[np.bool_] | None:
+        """Which records are of a slot's present user; None: all. Arrays that nobody can write to are looked at once:
+        the same array of slots, while no slot was given back, has the same generations."""
+        if slots is self._known[0] and self._changes == self._known[1]:
+            return None
+        found: npt.NDArray[np.bool_] = self.generation[slots] == generations
+        if not found.all():
+            return found
+        if not slots.flags.writeable:
+            self._known = slots, self._changes
+        return None

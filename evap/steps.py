@@ -64,8 +64,6 @@ class Steps:
         #: called at the end of a batch in which the engine has given slots back
         self.freed: Callable[[], None] | None = None
         self._given_back = False
-        #: slots that were all fresh, at that number of the slot table's changes
-        self._same: tuple[Any, int] = (None, 0)
         self._slowed: list[ChoiceRun] = []
         self._left: list[ChoiceRun] = []
         #: which slots take token ids instead of text
@@ -173,8 +171,9 @@ class Steps:
         self.batches += 1
         if self._to_rows:
             self._join_rows()
-        if batch.slot is not self._same[0] or self.slots.changes != self._same[1]:
-            batch = self._fresh(batch)
+        fresh = self.slots.fresh(batch.slot, batch.generation)
+        if fresh is not None:
+            batch = batch.select(fresh)
         if not batch.steady and batch.flags.any():
             self._flagged(batch)
         else:
@@ -191,15 +190,6 @@ class Steps:
             self._given_back = False
             if self.freed is not None:
                 self.freed()
-
-    def _fresh(self, batch: TokenBatch) -> TokenBatch:
-        """Without the records of generations that have ended; what has none need not be looked at again."""
-        fresh = self.slots.generation[batch.slot] == batch.generation
-        if not fresh.all():
-            return batch.select(fresh)
-        if not batch.slot.flags.writeable:  # the same array, later, says the same
-            self._same = batch.slot, self.slots.changes
-        return batch
 
     def _keep_counts(self) -> None:
         """Slots that were given back may be used again from here on; what is not settled keeps its counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
@@ -71,3 +72,27 @@ def test_freed_slots_wait_their_turn() -> None:
 def test_sizes(size: int) -> None:
     with pytest.raises(ValueError, match="16-bit"):
         SlotTable(size)
+
+
+def test_which_records_are_of_the_present_user() -> None:
+    table: SlotTable[str] = SlotTable(4)
+    taken = [table.take(name) for name in "abc"]
+    slots, generations = (np.array([place[n] for place in taken], np.int32) for n in (0, 1))
+    assert table.fresh(slots, generations) is None
+    table.give_back(taken[1][0])
+    found = table.fresh(slots, generations)
+    assert found is not None
+    assert found.tolist() == [True, False, True]
+
+
+def test_an_array_that_cannot_change_is_looked_at_again_after_a_slot_was_given_back() -> None:
+    table: SlotTable[str] = SlotTable(2)
+    slot, generation = table.take("a")
+    slots, generations = np.array([slot], np.int32), np.array([generation], np.int32)
+    slots.flags.writeable = False
+    assert table.fresh(slots, generations) is None
+    assert table.fresh(slots, generations) is None
+    table.give_back(slot)
+    found = table.fresh(slots, generations)
+    assert found is not None
+    assert not found.any()

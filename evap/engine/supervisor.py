@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from evap.config import EngineConfig
+from evap.engine import defaults
 from evap.engine.child import describe_end, environment
 from evap.engine.interface import OnBatch, OnState
 from evap.engine.meter import Spec
@@ -181,6 +183,7 @@ class TorchReplica:
         self._config = config
         self._model_path = model_path
         self._module = module
+        self._defaults = defaults.read(config.generation_config, model_path)
         self._capacity = 1 << max(4096, 8 * config.max_running).bit_length()
         self.state = ReplicaState.STOPPED
         self._info: EngineInfo | None = None
@@ -291,7 +294,10 @@ class TorchReplica:
                     self._fatal = message
 
     def _became_ready(self, info: EngineInfo) -> None:
-        self._info = info
+        found = self._defaults
+        self._info = msgspec.structs.replace(
+            info, sampling_defaults=defaults.sampling(found), default_max_tokens=defaults.max_tokens(found)
+        )
         self._ready_at = asyncio.get_running_loop().time()
         self._set_state(ReplicaState.READY, f"{info.device} {info.dtype}, context {info.max_model_len}")
         if self._started is not None and not self._started.done():

@@ -1,13 +1,16 @@
 """vLLM's engine, models, quantisation and parallelism without its front-end; the only importer of vllm.
 
 replica.py      the Replica: lifecycle, restarts, submit and cancel; imports no vllm until it starts
+boot.py         what a start needs of vLLM, imported when it starts
 router.py       several replicas as one
 environment.py  variables that vLLM reads when it is imported
 options.py      evap's options and --vllm-arg -> vLLM's configuration
 mapping.py      a GenerateRequest -> what vLLM takes, and what is refused before it
 constraints.py  structured output in its three spellings
+ids.py          request ids that name their slot
 runs.py         which engine request is which slot; rows -> TokenBatch; no I/O
-rows.py         the engine core's message of a step -> plain tokens and rows
+plain.py        the engine core's message of a step -> arrays of plain tokens, without an object a token
+rows.py         all else in that message -> rows
 client.py       seam "core": EngineCore's client below AsyncLLM
 llm.py          seam "async-llm": the fall-back for releases that the core client does not fit
 shared.py       shared memory, doorbell and log pipe between this process and the engine's

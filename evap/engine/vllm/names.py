@@ -102,6 +102,7 @@ CALLS: Final[dict[str, tuple[str, ...]]] = {
     "vllm.sampling_params:SamplingParams.update_from_tokenizer": ("self", "tokenizer", "/"),
     "vllm.tokenizers:cached_tokenizer_from_config": ("model_config", "/"),
     "vllm.config:ModelConfig.try_get_generation_config": ("self", "/"),
+    "vllm.config:ModelConfig.get_diff_sampling_param": ("self", "/"),
     "vllm.config:ModelConfig.get_vocab_size": ("self", "/"),
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (

@@ -44,6 +44,7 @@ FLAGS: Final[dict[str, str]] = {
     "quantization": "quantization",
     "kv_cache_dtype": "kv_cache_dtype",
     "enforce_eager": "enforce_eager",
+    "generation_config": "generation_config",
 }
 WORKER: Final = "evap.engine.vllm.worker.Meter"
 #: by whether the engine schedules asynchronously

@@ -16,11 +16,12 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from evap.config import EngineConfig
 from evap.engine.interface import OnBatch, OnState
 from evap.engine.meter import Spec
+from evap.engine.vllm import boot
 from evap.engine.vllm.progress import progress_of, root_cause
 from evap.engine.vllm.runs import Runs
 from evap.engine.vllm.shared import RING_RECORDS, Shared, parse_lines
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
-_REMEDY: Final = "pip install 'vllm>=0.32,<0.34'"
 FIRST_BACKOFF_S: Final = 0.5
 LONGEST_BACKOFF_S: Final = 30.0
 #: An engine that ran for so long has recovered: the next back-off begins at the first again.
@@ -152,15 +152,17 @@ class VllmReplica:
         self._loop.add_reader(shared.log_fd, self._read_log)
         turn = Turn()
         try:
-            vllm_config = await asyncio.to_thread(self._configure, shared, turn)
-            seam = self._seam = _seam(self._config, vllm_config, self)
+            vllm_config = await asyncio.to_thread(
+                boot.configure, self._config, self._path, shared=shared, gpus=self._gpus, turn=turn
+            )
+            seam = self._seam = boot.seam(self._config, vllm_config, self)
             if self._config.token_path == "scheduler":  # noqa: S105  # a way for tokens, not a secret
                 self._ring = RingReader(shared.ring, shared.capacity)
                 self._loop.add_reader(shared.bell_fd, self._read_bell)
             await seam.open(turn.end)
-            self._mapper = await asyncio.to_thread(_mapper, vllm_config, self._config.lora)
+            self._mapper = await asyncio.to_thread(boot.mapper, vllm_config, self._config.lora)
             await self._install_meter(seam, shared)
-            self._info = _info(self._config, vllm_config)
+            self._info = boot.info(vllm_config)
         except (RuntimeError, ValueError, OSError, TimeoutError) as e:
             self._read_log()
             reason = root_cause(self._errors) or f"{type(e).__name__}: {e}"
@@ -169,24 +171,6 @@ class VllmReplica:
             turn.end()
         self._ready_at = time.monotonic()
         self._set(ReplicaState.READY, "ready")
-
-    def _configure(self, shared: Shared, turn: Turn) -> Any:
-        """In a thread: imports vLLM, checks it, and makes the engine's configuration."""
-        turn.begin()
-        from evap.engine.vllm.environment import prepare_environment  # noqa: PLC0415
-
-        prepare_environment(self._config, os.environ)
-        try:
-            from evap.engine.vllm import names, options  # noqa: PLC0415
-        except ImportError as e:
-            raise StartupError(f"vLLM cannot be used: {e}", remedy=_REMEDY) from e
-        moved = names.moved()
-        told = f"vLLM {names.VERSION} is not the vLLM that evap was written for: " + "; ".join(moved[:5])
-        if moved and self._config.vllm_seam == "core":
-            raise StartupError(told, remedy=f"{_REMEDY}, or --vllm-seam async-llm")
-        if moved:
-            logger.warning("%s", told)
-        return options.engine_config(self._config, self._path, shared, self._gpus)
 
     async def _install_meter(self, seam: Seam, shared: Shared) -> None:
         """Our worker extension wraps the sampler."""
@@ -299,36 +283,3 @@ class VllmReplica:
     def pids(self) -> list[int]:
         """Processes of the engine core; for tests and the doctor."""
         return self._seam.pids() if self._seam is not None else []
-
-
-def _seam(config: EngineConfig, vllm_config: Any, replica: VllmReplica) -> Seam:
-    if config.vllm_seam == "async-llm":
-        from evap.engine.vllm.llm import LlmSeam  # noqa: PLC0415
-
-        return LlmSeam(vllm_config, replica)
-    from evap.engine.vllm.client import CoreSeam  # noqa: PLC0415
-
-    return CoreSeam(vllm_config, replica)
-
-
-def _mapper(vllm_config: Any, lora: Sequence[str]) -> Mapper:
-    from evap.engine.vllm.mapping import Mapper  # noqa: PLC0415
-
-    return Mapper(vllm_config, lora)
-
-
-def _info(config: EngineConfig, vllm_config: Any) -> EngineInfo:
-    from evap.engine.vllm import names  # noqa: PLC0415
-
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * cache.block_size
-    return EngineInfo(
-        engine="vllm",
-        device=str(vllm_config.device_config.device_type),
-        dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=int(model.max_model_len),
-        vocab_size=int(model.get_vocab_size()),
-        max_running=int(vllm_config.scheduler_config.max_num_seqs),
-        kv_tokens=int(tokens),
-        version=names.VERSION,
-    )

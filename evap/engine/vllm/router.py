@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from evap.engine.interface import OnBatch, OnState, Replica
@@ -57,11 +58,8 @@ class Router:
         ready = [replica for replica in self.replicas if replica.state is ReplicaState.READY]
         known = [replica.info for replica in ready or self.replicas[:1]]
         one = known[0]
-        return EngineInfo(
-            engine=one.engine, device=one.device, dtype=one.dtype, max_model_len=one.max_model_len,
-            vocab_size=one.vocab_size, max_running=one.max_running * len(self.replicas),
-            kv_tokens=one.kv_tokens * len(self.replicas), version=one.version,
-        )  # fmt: skip
+        many = len(self.replicas)
+        return msgspec.structs.replace(one, max_running=one.max_running * many, kv_tokens=one.kv_tokens * many)
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -101,6 +101,7 @@ class Chat:
             messages=[_message(m, i) for i, m in enumerate(request.messages)],
             template_args=_template_args(request),
             sampling=fields.sampling(request, _logprobs_asked(request), extra),
+            left_open=fields.left_open(request),
             max_tokens=limit if limit is not None else request.max_tokens,
             n=request.n or 1,
             priority=request.priority,

@@ -58,6 +58,7 @@ class Completions:
             prompt_text=text,
             prompt_ids=ids,
             sampling=fields.sampling(request, request.logprobs, extra),
+            left_open=fields.left_open(request),
             max_tokens=request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS,
             n=request.n or 1,
             priority=request.priority,

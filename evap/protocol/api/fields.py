@@ -174,6 +174,17 @@ _PLAIN: Final = (
 )  # fmt: skip
 
 
+#: What a model may have defaults of its own for.
+_DEFAULTABLE: Final = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+def left_open(fields: CommonFields) -> tuple[str, ...]:
+    """Fields of SamplingParams for which a model's own defaults hold, if it has any."""
+    return tuple([name for name in _DEFAULTABLE if getattr(fields, name) is None])
+
+
 def check_common(fields: CommonFields, max_choices: int) -> None:
     """What no single field's type can say."""
     if fields.n is not None and fields.n > max_choices:

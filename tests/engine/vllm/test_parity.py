@@ -128,6 +128,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "penalties": completion("la la la la", presence_penalty=1.0, frequency_penalty=1.0, repetition_penalty=1.2),
     "n": chat("Name a colour.", n=3, temperature=0.8, seed=7),
     "seed": completion("Once upon a time", temperature=1.0, top_p=0.9, top_k=50, seed=11),
+    "the model's defaults": chat("Name a colour.", temperature=None, seed=5, max_tokens=8),
+    "some of the model's defaults": completion("Once upon a time", temperature=1.0, top_p=0.9, seed=11),
     "logprobs 0": chat("Name a colour.", logprobs=True, max_tokens=6),
     "logprobs 3": chat("Name a colour, in Chinese.", logprobs=True, top_logprobs=3, max_tokens=12),
     "logprobs n": chat("Name a colour.", logprobs=True, n=2, max_tokens=5, temperature=0.5, seed=3),

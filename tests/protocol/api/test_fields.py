@@ -298,3 +298,11 @@ def test_whatever_is_accepted_holds_what_engines_rely_on(extra: dict[str, Any]) 
             refused = error
         if refused is not None:
             assert (refused.param or "").split("[")[0].split(".")[0] in extra
+
+
+def test_what_is_left_open_is_told_from_what_is_given_as_the_default(parse: Any) -> None:
+    every = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+    assert set(parse().left_open) == every
+    given: ParsedRequest = parse(temperature=1, top_k=-1, repetition_penalty=None)
+    assert set(given.left_open) == every - {"temperature", "top_k"}
+    assert given.sampling == SamplingParams()
