@@ -289,7 +289,7 @@ class Dispatch:
             self._shell.soon(self.steps.settle_ended)
 
     def window_opened(self, reply: Reply) -> None:
-        """WindowOpened: a slow reader has caught up."""
+        """WindowOpened: a slow reader has caught up, or has read to the end."""
         exchange = reply.owner
         if not isinstance(exchange, Exchange):
             return

@@ -30,7 +30,7 @@ class Metered:
 
     def __init__(
         self, folder: Path, *, ledger: bool = True, key_settings: dict[str, dict[str, Any]] | None = None,
-        meter: dict[str, Any] | None = None, **engine: Any,
+        meter: dict[str, Any] | None = None, protocol: dict[str, Any] | None = None, **engine: Any,
     ) -> None:  # fmt: skip
         self.folder = folder / "data"
         self.key_file = folder / "keys.toml"
@@ -39,7 +39,7 @@ class Metered:
         self.settled: list[Exchange] = []
         self.config = Config(
             engine=EngineConfig(**{"synthetic_step_ms": 1.0, "synthetic_tokens": 12, **engine}),
-            protocol=ProtocolConfig(stream_buffer_bytes=1024),
+            protocol=ProtocolConfig(**{"stream_buffer_bytes": 1024, **(protocol or {})}),
             meter=MeterConfig(**{
                 "data_dir": str(self.folder) if ledger else "", "api_keys": str(self.key_file) if key_settings else "",
                 **(meter or {}),

@@ -19,7 +19,6 @@ from h2.events import (
 )
 from h2.settings import SettingCodes
 
-from evap.config import ProtocolConfig
 from evap.protocol.connection import Http2Core
 from evap.protocol.limits import Shared
 from tests.metered import Metered
@@ -31,9 +30,9 @@ class Site(Metered):
     """`protocol`: what differs in the cores' configuration."""
 
     def __init__(self, folder: Path, *, protocol: dict[str, Any] | None = None, **options: Any) -> None:
-        super().__init__(folder, ledger=False, **options)
-        limits: dict[str, Any] = {"stream_buffer_bytes": 1024, "control_burst": 100_000, "control_per_s": 1e6}
-        self.limits = ProtocolConfig(**(limits | (protocol or {})))
+        lenient: dict[str, Any] = {"control_burst": 100_000, "control_per_s": 1e6}
+        super().__init__(folder, ledger=False, protocol=lenient | (protocol or {}), **options)
+        self.limits = self.config.protocol
         self.shared = Shared()
         self.clients: list[Client] = []
 

@@ -146,8 +146,9 @@ def test_a_slow_push_holds_only_its_choice_and_settling_waits_for_it(site: Site)
     assert exchange.delivered(exchange.choices[0]) == 60
     assert exchange.delivered(exchange.choices[1]) < 12
     client.conn.increment_flow_control_window(WIDE, slow)
-    site.run(5)
-    assert site.settled == [exchange]
+    site.pump()
+    site.loop.run(0.0)
+    assert site.settled == [exchange], "at once, with nothing else going on"
     assert exchange.account.usage.delivered == 120
     assert said(client.bodies[slow])[1] == "length"
 
@@ -239,6 +240,27 @@ def test_the_same_get_gives_the_same_octets_for_a_minute(site: Site) -> None:
     assert other.fetch(path)[0] == "404"
     assert site.dispatch.blocks.size == 0
     assert sid in client.ended
+
+
+def test_how_long_and_how_much_are_options(tmp_path: Path) -> None:
+    for options, statuses in (({"push_keep_s": 5.0}, ["200", "404"]), ({"push_memory_bytes": 100}, ["404", "404"])):
+        site = Site(tmp_path / str(options), protocol=options)
+        client = site.connect(initial_window_size=WIDE)
+        client.ask(n=2, max_tokens=10)
+        site.run(20)
+        path = next(iter(client.promised))
+        found = [client.fetch(path)[0]]
+        site.loop.now += 6
+        assert [*found, client.fetch(path)[0]] == statuses
+
+
+def test_no_promises_at_all(tmp_path: Path) -> None:
+    site = Site(tmp_path, protocol={"push_max_promises": 0})
+    client = site.connect(initial_window_size=WIDE)
+    sid = client.ask(n=2, max_tokens=10)
+    site.run(20)
+    assert client.heads[sid]["evap-push"] == "off"
+    assert not client.promised
 
 
 def test_a_get_waits_for_the_end_of_a_block(site: Site) -> None:

@@ -250,7 +250,7 @@ class Http2Core(RowSeam):
     def _flush(self) -> None:
         if self.outbox.pending and not self._closing:
             opened = self.outbox.drain(self.now_ns, HIGH_WATER - self.writes.queued)
-            self.events += [Opened(stream) for stream in opened if stream.alive]
+            self.events += [Opened(stream) for stream in opened if stream.delivered]
             self.arm(self.now_ns + to_ns(self.config.stall_timeout_s))
 
     def _leave_if_done(self) -> None:

@@ -123,7 +123,8 @@ class StreamCancelled:
 
 @dataclass(frozen=True, slots=True)
 class WindowOpened:
-    """`reply.buffered` fell to zero after it had been above it: coalesced tokens may go out, rows may resume."""
+    """`reply.buffered` fell to zero after it had been above it: coalesced tokens may go out, rows may resume; or, after
+    its end, all of it was taken."""
 
     reply: Reply
 

@@ -36,7 +36,7 @@ MAX_REFUSED: Final = 2
 #: An authority that is longer is not repeated in promises: one of them must fit into a frame (RFC 1035 2.3.4).
 MAX_AUTHORITY: Final = 255
 #: Octets of sent frames that are held before they are sorted into what is kept of each push.
-SORT_BYTES: Final = 256 << 10
+SORT_BYTES: Final = 64 << 10
 MAX_STREAM_ID: Final = (1 << 31) - 1
 
 
