@@ -329,6 +329,11 @@ class Exchange:
     def _continuous(self) -> Usage | None:
         return self.usage() if self.request.continuous_usage else None
 
+    def part(self) -> None:
+        """Settled, and nobody calls any more: without cycles it is freed at once, not when the collector comes."""
+        self.reply.owner = None
+        self.choices = []
+
     def usage(self) -> Usage:
         """Exact counts as of now. emitted of a running choice is all that it was given."""
         self.outlets.settle()

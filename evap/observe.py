@@ -52,6 +52,7 @@ class Observer:
             logs.log_exchange(line(exchange, self._model, now_ns), self._wall_s())
         if self._tracer is not None and sampled(exchange.trace):
             self._tracer.put(span(exchange, self._model, now_ns, int(self._wall_s() * 1e9) - now_ns))
+        exchange.part()
 
 
 def failed(exchange: Exchange) -> bool:

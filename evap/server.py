@@ -192,6 +192,7 @@ class Server:
             on_batch = Coalescer(config.protocol.coalesce_ms / 1e3, on_batch, self._loop.call_later).on_batch
         built.replica.listen(on_batch, self._engine_state)
         watch(self.metrics, self.dispatch, self.hub.shared, config.engine, self.tracer)
+        self.metrics.gauge("tasks", "Tasks of the loop", lambda: float(len(asyncio.all_tasks(self._loop))))
 
     def _intake(self, built: Built) -> Intake | None:
         """Where large bodies go; None where the system has no memory files (they are Linux'), or by option."""

@@ -163,6 +163,7 @@ class Http2Core(RowSeam):
         self.inbound.release()
         del self.inbound, self.pushes
         self.outbox.release()
+        self.conn.release()
         self.wake = self.direct = None
 
     # --- for the inbound side and streams ---

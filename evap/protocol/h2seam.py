@@ -108,6 +108,10 @@ class ServerConnection(H2Connection):
             self.increment_flow_control_window(config.connection_window_bytes - INITIAL_WINDOW)
         super().receive_data(PREFACE)
 
+    def release(self) -> None:
+        """The connection is gone: h2's table of its own methods would keep it for the collector."""
+        self._frame_dispatch_table.clear()
+
     def clear_outbound_data_buffer(self) -> None:
         """h2 forgets unsent output on GOAWAY; what is queued is still owed (seam B)."""
 
