@@ -55,12 +55,15 @@ class Part:
 class Plan:
     """What a step with these slots does. Arrays have the batch's order; `order` sorts them by format and connection.
 
+    batch: slots of all its records, also of those that are no rows; `at`: where the rows are in it, None for all.
     need: what a run takes from each record's window cell (n choices of a stream share one). left: runs that the windows
     have room for; steps: runs that are not settled yet. split: connections with rows of several formats, and what they
     take of its window in all: where that is short, none goes out as a row, and the outbox sends by urgency.
     """
 
-    __slots__ = ("_given", "cells", "charges", "left", "need", "order", "parts", "slots", "split", "steps")
+    __slots__ = (
+        "_given", "at", "batch", "cells", "charges", "left", "need", "order", "parts", "slots", "split", "steps",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class Plan:
         parts: list[Part],
     ) -> None:
         self.slots = slots.copy()
-        self._given = slots if not slots.flags.writeable else None
+        self.meet(slots, None)
         self.order = order
         self.cells = cells
         self.charges = self.need = charges
@@ -79,9 +82,15 @@ class Plan:
         self.left = self.steps = 0
         self.split = _split(parts) if len(parts) > 1 else []
 
+    def meet(self, batch: IntArray, at: npt.NDArray[np.intp] | None) -> None:
+        """The plan's rows are the records `at` of this batch."""
+        self.at = at
+        self.batch = self.slots if at is None else batch.copy()
+        self._given = batch if not batch.flags.writeable else None
+
     def same(self, slots: IntArray) -> bool:
-        """Whether these are the slots of the plan. An array that nobody can write to is known by itself."""
-        return slots is self._given or bool(np.array_equal(self.slots, slots))
+        """Whether these are the slots of the batch. An array that nobody can write to is known by itself."""
+        return slots is self._given or bool(np.array_equal(self.batch, slots))
 
     def run(self, tokens: IntArray, table: npt.NDArray[np.void]) -> BoolArray | None:
         """Give each connection its rows. True, in the batch's order, where a connection refused; None: nowhere."""

@@ -3,7 +3,7 @@
 Every running slot that needs no text processing owns a *row*: a complete HTTP/2 DATA frame (or HTTP/1.1 chunk)
 whose JSON text field has a fixed width, because JSON allows spaces after the closing quote. Frame header, prefix and
 tail are written once, when the slot joins. The slots of a step, sorted by connection, make a *plan* with dense copies
-of their rows; as long as the next step has the same slots it is
+of their rows; as long as the next step has the same slots on rows it is
 
     plan.text[:] = fragments[tokens]        and one slice of the dense rows for each connection.
 
@@ -82,7 +82,6 @@ class RowTable:
 
         The slot must not be on rows.
         """
-        self._apply()
         core: RowCore = reply.core
         stream_id = reply.stream_id
         number = self._lane_of.get(id(core), OFF)
@@ -90,12 +89,14 @@ class RowTable:
         if lane is not None and stream_id in lane.members:
             if not reply.alive or reply.buffered:
                 return False
+            self._apply()
             lane.members[stream_id].append(slot)
             self.cell[slot] = lane.cells[stream_id]
         else:
             window = core.acquire(reply)
             if window is None:
                 return False
+            self._apply()
             number = self._new_lane(core) if number == OFF else number
             lane = self._lane(number)
             lane.members[stream_id] = [slot]
@@ -147,12 +148,13 @@ class RowTable:
 
     def forget(self, slot: int) -> None:
         """The slot has a new user: its count of delivered tokens starts anew."""
-        self._apply()
+        if slot in self:
+            self._apply()
         self._delivered[slot] = 0
 
     def delivered(self, slot: int) -> int:
         """Tokens of the slot's present user that were handed to its connection within the windows."""
-        if self._plan is not None and self._plan.steps:
+        if slot in self and self._plan is not None and self._plan.steps:
             self._settle(self._plan)
         return int(self._delivered[slot])
 
@@ -197,8 +199,8 @@ class RowTable:
         the caller sends the others its own way, after which their slots are no longer on rows.
         """
         plan = self._plan
-        if plan is not None and plan.left and plan.same(slots) and ok.all():
-            refused = plan.run(tokens, table)
+        if plan is not None and plan.left and self._again(plan, slots, ok):
+            refused = plan.run(tokens if plan.at is None else tokens[plan.at], table)
             if refused is None:
                 plan.left -= 1
                 plan.steps += 1
@@ -208,9 +210,25 @@ class RowTable:
         self._apply()
         return self._push(slots, tokens, table, ok)
 
+    def _again(self, plan: Plan, slots: IntArray, ok: BoolArray) -> bool:
+        """The batch's slots on rows are the plan's (others may come and go), and no record of theirs is slow."""
+        if not plan.same(slots):
+            at = np.flatnonzero(self.lane[slots] != OFF)
+            if not np.array_equal(plan.slots, slots[at]):
+                return False
+            plan.meet(slots, at if len(at) < len(slots) else None)
+        if plan.at is None:
+            return bool(ok.all())
+        if not ok[plan.at].all():
+            return False
+        ok[:] = False
+        ok[plan.at] = True
+        return True
+
     def _push(self, slots: IntArray, tokens: IntArray, table: npt.NDArray[np.void], ok: BoolArray) -> BoolArray:
         """Any batch: some slots may be off rows, some tokens slow, some windows too small."""
-        ok &= self.lane[slots] != OFF
+        on = self.lane[slots] != OFF
+        ok &= on
         if not ok.all():
             self._whole_slots(slots, ok)
             if not ok.any():
@@ -222,7 +240,9 @@ class RowTable:
         every = bool(ok.all())
         plan = self._make(slots if every else slots[ok])
         refused = plan.run(tokens if every else tokens[ok], table)
-        if refused is None and every:
+        if refused is None and np.array_equal(ok, on):
+            if not every:
+                plan.meet(slots, np.flatnonzero(ok))
             self._keep(plan)
             return ok
         return self._took(plan, refused, ok)

@@ -63,6 +63,39 @@ def test_output_is_not_a_live_view() -> None:
     assert bytes(core.output[0]) == before
 
 
+def test_a_plan_outlives_slots_that_are_on_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come, go and are slow; the rows of the others are not gathered anew for that."""
+    table, core = RowTable(16), FakeCore()
+    for slot in range(4):
+        join(table, core, slot, 1 + 2 * slot)
+    made: list[list[int]] = []
+    make = table._make
+
+    def spy(slots: Any) -> Any:
+        made.append(slots.tolist())
+        return make(slots)
+
+    monkeypatch.setattr(table, "_make", spy)
+    rows = [(slot, slot) for slot in range(4)]
+    for batch in (rows, [*rows, (9, 1)], [(8, 0), *rows, (9, 1)], [*rows[:2], (9, 5), *rows[2:]], rows):
+        table.forget(10)
+        assert table.delivered(9) == 0
+        assert not table.join(11, reply(core, 99, buffered=1), PREFIX % 0, TAIL, WIDTH)
+        assert push(table, batch) == [slot < 4 for slot, _ in batch]
+    assert made == [[0, 1, 2, 3]]
+    assert [table.delivered(slot) for slot in range(4)] == [5] * 4
+    assert [f[0] for f in frames(core)] == [1, 3, 5, 7] * 5
+    assert push(table, [*rows, (9, 1)], [False, True, True, True, True]) == [False, True, True, True, False]
+    assert [table.delivered(slot) for slot in range(4)] == [5, 6, 6, 6]
+    table.leave(0)
+    assert push(table, rows) == [False, True, True, True]
+    assert push(table, rows[1:]) == [True] * 3
+    assert len(made) == 3
+    core.writable = False
+    assert push(table, [(9, 1), *rows[1:]]) == [False] * 4
+    assert [table.delivered(slot) for slot in range(4)] == [5, 8, 8, 8]
+
+
 def test_a_slow_token_takes_the_others_of_its_slot_with_it() -> None:
     table, core = RowTable(8), FakeCore()
     join(table, core, 1, 1)
@@ -163,6 +196,7 @@ OPS = st.lists(
             st.just("step"),
             st.lists(st.tuples(st.integers(0, 11), st.integers(0, len(WORDS) - 1), st.booleans()), max_size=20),
         ),
+        st.tuples(st.just("again"), st.integers(0, len(WORDS) - 1), st.sets(st.integers(0, 11), max_size=3)),
     ),
     max_size=40,
 )
@@ -177,6 +211,7 @@ class History:
         self.granted = dict.fromkeys(range(6), window)
         self.allowed = [connection, connection]
         self.written: dict[int, list[str]] = {slot: [] for slot in range(12)}
+        self.last: list[tuple[int, int, bool]] = []
         for stream in range(6):
             self.cores[stream % 2].windows[stream * 2 + 1] = window
 
@@ -200,7 +235,13 @@ class History:
         self.cores[number].connection_window += more
         self.allowed[number] += more
 
+    def again(self, shift: int, others: set[int]) -> None:
+        """The same slots with other tokens, all fast; others that are on no row come or go."""
+        records = [(s, (t + shift) % len(WORDS), True) for s, t, _ in self.last if s not in others or s in self.table]
+        self.step(records + [(s, shift, True) for s in others if s not in self.table])
+
     def step(self, records: list[tuple[int, int, bool]]) -> None:
+        self.last = records
         if not records:
             return
         done = push(self.table, [(s, t) for s, t, _ in records], [ok for _, _, ok in records])
