@@ -16,19 +16,20 @@ Rules:
    | is full | at least as much as any other | 429: it is the caller's own share that is used up |
    | is full | nothing, and no other has more than this request | 503: the server is full |
 
-2. A share is the larger of a caller's parts of the two limits. An empty queue takes a request of any size.
-3. An entry is counted from `join` to `leave`, once, whatever happens to it in between.
+2. An empty queue takes a request of any size.
+3. An entry is counted in the totals from `join` to `leave`, once, and in its caller's share (`shares.py`) while it
+   stands in a queue: what is in hand cannot be pushed out.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Final, Generic, TypeVar
 
 from evap.errors import Overloaded, RateLimited
 from evap.fair_queue import FairQueue
+from evap.shares import Shares
 
 T = TypeVar("T", bound=Hashable)
 
@@ -59,14 +60,6 @@ class _Entry(Generic[T]):
         self.stage = Stage.HAND
 
 
-class _Share(Generic[T]):
-    __slots__ = ("entries", "tokens")
-
-    def __init__(self) -> None:
-        self.entries: OrderedDict[_Entry[T], None] = OrderedDict()  # oldest first
-        self.tokens = 0
-
-
 class Admission(Generic[T]):
     """max_requests, max_tokens: what may wait in all. counts: limit -> refusals, for /metrics."""
 
@@ -76,7 +69,7 @@ class Admission(Generic[T]):
         self.tokens = 0
         self._entries: dict[T, _Entry[T]] = {}
         self._queues: dict[Stage, FairQueue[_Entry[T]]] = {Stage.PROMPTS: FairQueue(), Stage.ENGINE: FairQueue()}
-        self._shares: dict[Hashable, _Share[T]] = {}
+        self._shares = Shares[_Entry[T]](max_requests, max_tokens)
         self._interval_ns = 0.0
         self._left_ns = 0
 
@@ -92,62 +85,58 @@ class Admission(Generic[T]):
     # Who may wait
 
     def check(self, flow: Hashable, tokens: int, now_ns: int) -> None:
-        """Raises RateLimited or Overloaded, with retry_after_s, if `join` is not to be called. Changes nothing."""
-        if self._fits(tokens):
+        """Raises RateLimited or Overloaded, with retry_after_s, if there is no room and none to be made."""
+        if self.fits(tokens) or self._may_push(flow, tokens):
             return
-        mine = self._shares.get(flow)
-        own = self._weight(mine, 1, tokens)
-        if any(self._weight(share) > own for other, share in self._shares.items() if other != flow):
-            return  # `join` makes room
-        if mine is not None:
+        if waiting := self._shares.count(flow):
             self._count(SHARE)
-            raise _share_used(len(mine.entries), self.retry_after_s(now_ns))
+            raise share_used(waiting, self.retry_after_s(now_ns))
         self._count(FULL)
         raise Overloaded(
-            f"{len(self._entries)} requests wait for the engine; try again later", code="queue_full",
+            f"{len(self._entries)} requests wait for the engine; try again later", code=FULL,
             retry_after_s=self.retry_after_s(now_ns),
         )  # fmt: skip
+
+    def make_room(self, flow: Hashable, tokens: int) -> list[T]:
+        """For an entry of `flow`. Returns the items that have left for it, to be answered 429. Ask `fits` after it:
+        what the longer shares have may not be enough."""
+        out: list[T] = []
+        while not self.fits(tokens) and self._may_push(flow, tokens):
+            victim = self._shares.last(self._shares.longest()[0]).item
+            self._count(PUSHED)
+            self.leave(victim)
+            out.append(victim)
+        return out
+
+    def fits(self, tokens: int) -> bool:
+        waiting = len(self._entries)
+        return waiting < self.max_requests and (not waiting or self.tokens + tokens <= self.max_tokens)
 
     def retry_after_s(self, now_ns: int) -> float:
         """When what waits now will have left, at the pace of the last departures."""
         interval = max(self._interval_ns, now_ns - self._left_ns if self._left_ns else 0)
         return min(MAX_RETRY_AFTER_S, max(1.0, len(self._entries) * interval / 1e9))
 
-    def _fits(self, tokens: int) -> bool:
-        waiting = len(self._entries)
-        return waiting < self.max_requests and (not waiting or self.tokens + tokens <= self.max_tokens)
-
-    def _weight(self, share: _Share[T] | None, requests: int = 0, tokens: int = 0) -> float:
-        if share is not None:
-            requests, tokens = requests + len(share.entries), tokens + share.tokens
-        return max(requests / max(1, self.max_requests), tokens / max(1, self.max_tokens))
+    def _may_push(self, flow: Hashable, tokens: int) -> bool:
+        longest, weight = self._shares.longest()
+        return longest != flow and weight > self._shares.weight(flow, 1, tokens)
 
     def _count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
 
     # The way through
 
-    def join(self, item: T, flow: Hashable, level: int, tokens: int, n: int, stage: Stage) -> list[T]:
-        """Count an item, in a stage. Returns the items that made room for it: they are out, and to be answered 429."""
-        out: list[T] = []
-        share = self._shares.get(flow)
-        while not self._fits(tokens) and (victim := self._victim(flow, self._weight(share, 1, tokens))) is not None:
-            self._count(PUSHED)
-            self.leave(victim)
-            out.append(victim)
-        if share is None:
-            share = self._shares[flow] = _Share()
+    def join(self, item: T, flow: Hashable, level: int, tokens: int, n: int, stage: Stage) -> None:
+        """Count an item, in a stage, whether there is room or not."""
         entry = self._entries[item] = _Entry(item, flow, level, tokens, n + tokens // TOKENS_PER_TURN)
-        share.entries[entry] = None
-        share.tokens += tokens
         self.tokens += tokens
         self._enter(entry, stage)
-        return out
 
     def take(self, stage: Stage, now_ns: int) -> T:
         """Who is next in a queue; it is in hand then, and still counted. Raises IndexError when nobody waits there."""
         entry = self._queues[stage].pop()
         entry.stage = Stage.HAND
+        self._shares.remove(entry.flow, entry, entry.level)
         if stage is Stage.ENGINE:
             self._departed(now_ns)
         return entry.item
@@ -161,16 +150,10 @@ class Admission(Generic[T]):
         entry = self._entries.pop(item, None)
         if entry is None:
             return False
-        if entry.stage is not Stage.HAND:
-            self._queues[entry.stage].remove(entry)
-        share = self._shares[entry.flow]
-        del share.entries[entry]
-        share.tokens -= entry.tokens
+        self._exit(entry)
         self.tokens -= entry.tokens
-        if not share.entries:
-            del self._shares[entry.flow]
-            if not self._entries:
-                self._left_ns = 0  # the pace of a queue that was empty in between says nothing
+        if not self._entries:
+            self._left_ns = 0  # the pace of a queue that was empty in between says nothing
         return True
 
     def move(self, item: T, level: int) -> None:
@@ -178,11 +161,10 @@ class Admission(Generic[T]):
         entry = self._entries.get(item)
         if entry is None or entry.level == level:
             return
-        entry.level = level
         stage = entry.stage
-        if stage is not Stage.HAND:
-            self._queues[stage].remove(entry)
-            self._enter(entry, stage)
+        self._exit(entry)
+        entry.level = level
+        self._enter(entry, stage)
 
     def items(self) -> list[T]:
         """All that are counted."""
@@ -192,18 +174,12 @@ class Admission(Generic[T]):
         entry.stage = stage
         if stage is not Stage.HAND:
             self._queues[stage].push(entry, entry.flow, entry.level, entry.cost)
+            self._shares.add(entry.flow, entry, entry.level, entry.tokens)
 
-    def _victim(self, flow: Hashable, own: float) -> T | None:
-        """The newest of the least urgent entries of the longest share, if that is longer than `own`."""
-        best: T | None = None
-        longest = own
-        for other, share in self._shares.items():
-            weight = self._weight(share)
-            if other != flow and weight > longest:
-                idle = [entry for entry in reversed(share.entries) if entry.stage is not Stage.HAND]
-                if idle:
-                    best, longest = max(idle, key=_level).item, weight
-        return best
+    def _exit(self, entry: _Entry[T]) -> None:
+        if entry.stage is not Stage.HAND:
+            self._queues[entry.stage].remove(entry)
+            self._shares.remove(entry.flow, entry, entry.level)
 
     def _departed(self, now_ns: int) -> None:
         if self._left_ns:
@@ -212,15 +188,7 @@ class Admission(Generic[T]):
         self._left_ns = now_ns
 
 
-def _level(entry: _Entry[T]) -> int:
-    return entry.level
-
-
-def pushed_out(retry_after_s: float) -> RateLimited:
-    """The answer to an item that `join` has returned."""
-    return _share_used(0, retry_after_s)
-
-
-def _share_used(waiting: int, retry_after_s: float) -> RateLimited:
+def share_used(waiting: int, retry_after_s: float) -> RateLimited:
+    """The answer to a caller who fills the queue. waiting: his requests; 0: not said."""
     many = f"you have {waiting} requests waiting, " if waiting else "you have more requests waiting than others, "
     return RateLimited(many + "and the queue is full; try again later", code=SHARE, retry_after_s=retry_after_s)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Final
 
-from evap.admission import OCTETS_PER_TOKEN, Admission, Stage, pushed_out
+from evap.admission import OCTETS_PER_TOKEN, Admission, Stage, share_used
 from evap.config import EngineConfig
 from evap.errors import EvapError
 from evap.exchange import Exchange
@@ -60,40 +60,51 @@ class WaitingRoom:
         self.places = min(generations + generations // AHEAD, max(size // 2, size - self._max_choices))
 
     def check(self, flow: Hashable, octets: int, *, pooled: bool) -> None:
-        """Raises RateLimited or Overloaded for a request that may not wait, by the octets of its body."""
-        if not self.straight(pooled):
+        """Raises RateLimited or Overloaded for a request that would have to wait and may not, by its body's octets."""
+        if not self._direct(pooled):
             self.line.check(flow, octets // OCTETS_PER_TOKEN, self._now_ns())
 
     def enter(self, exchange: Exchange, flow: Hashable, octets: int, *, pooled: bool) -> None:
         """After `check`, and with nothing in between that waits."""
-        straight = self.straight(pooled)
-        if straight and not pooled:
+        direct, tokens = self._direct(pooled), octets // OCTETS_PER_TOKEN
+        if direct and not pooled:
             self._prepare(exchange)
             return
-        stage = Stage.HAND if straight else Stage.PROMPTS if pooled else Stage.ENGINE
-        self._join(exchange, flow, octets, stage)
-        if straight:
+        if not self._make_room(exchange, flow, tokens, direct=direct):
+            return
+        at_once = pooled and self._pool_is_free()
+        stage = Stage.HAND if at_once else Stage.PROMPTS if pooled else Stage.ENGINE
+        self.line.join(exchange, flow, exchange.priority, tokens, exchange.request.n, stage)
+        if at_once:
             self._to_pool(exchange)
 
     def hold(self, exchange: Exchange, flow: Hashable, octets: int) -> None:
         """The same for one whose prompt is tokenized elsewhere, in an order of its own; `deliver` brings it."""
-        self._join(exchange, flow, octets, Stage.HAND)
+        tokens = octets // OCTETS_PER_TOKEN
+        if self._make_room(exchange, flow, tokens, direct=self._place() and not len(self.line)):
+            self.line.join(exchange, flow, exchange.priority, tokens, exchange.request.n, Stage.HAND)
 
     def deliver(self, exchange: Exchange, result: Prompt | Exception) -> None:
         if exchange not in self.line:
             return  # the client has left meanwhile
-        if isinstance(result, Exception) or self.straight(pooled=False):
+        if isinstance(result, Exception) or self._place():
             self.line.leave(exchange)
             self._prepared(exchange, result)
         else:
             self._prompts[exchange] = result
             self.line.put(exchange, Stage.ENGINE)
 
-    def _join(self, exchange: Exchange, flow: Hashable, octets: int, stage: Stage) -> None:
-        tokens, n = octets // OCTETS_PER_TOKEN, exchange.request.n
-        for other in self.line.join(exchange, flow, exchange.priority, tokens, n, stage):
+    def _make_room(self, exchange: Exchange, flow: Hashable, tokens: int, *, direct: bool) -> bool:
+        """False: there is none for it, and it has been refused."""
+        if direct:
+            return True
+        for other in self.line.make_room(flow, tokens):
             self._prompts.pop(other, None)
-            self._refuse(other, pushed_out(self.line.retry_after_s(self._now_ns())))
+            self._refuse(other, share_used(0, self.line.retry_after_s(self._now_ns())))
+        if not self.line.fits(tokens):
+            self._refuse(exchange, share_used(0, self.line.retry_after_s(self._now_ns())))
+            return False
+        return True
 
     def leave(self, exchange: Exchange) -> None:
         """It is cancelled, refused or late. No-op for one that does not wait."""
@@ -107,7 +118,7 @@ class WaitingRoom:
         self._pumping = True  # a place that is given back at once must not start another loop in this one
         try:
             for _ in range(STARTS_PER_PASS):
-                if not self.line.waiting(Stage.ENGINE) or not self._place():
+                if not self.line.waiting(Stage.ENGINE) or self._slots.size - self._slots.free >= self.places:
                     return
                 self._start(self.line.take(Stage.ENGINE, self._now_ns()))
             self._soon(self.pump)
@@ -123,13 +134,15 @@ class WaitingRoom:
             self._prepare(exchange)
 
     def _place(self) -> bool:
-        return self._slots.size - self._slots.free < self.places
+        """There is a place in the engine, and nobody waits for it."""
+        return self._slots.size - self._slots.free < self.places and not self.line.waiting(Stage.ENGINE)
 
-    def straight(self, pooled: bool) -> bool:
-        """Nobody is before it: neither in line for the pool or for the engine, nor in all of its places."""
-        if pooled:
-            return self._tokenizing < POOL_AT_ONCE and not self.line.waiting(Stage.PROMPTS)
-        return self._place() and not self.line.waiting(Stage.ENGINE)
+    def _pool_is_free(self) -> bool:
+        return self._tokenizing < POOL_AT_ONCE and not self.line.waiting(Stage.PROMPTS)
+
+    def _direct(self, pooled: bool) -> bool:
+        """Nothing is in the way of such a request, as far as one can see now."""
+        return self._place() and (not pooled or self._pool_is_free())
 
     def _prepare(self, exchange: Exchange) -> None:
         try:

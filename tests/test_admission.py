@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import TypeVar
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -10,6 +13,15 @@ from evap.admission import FULL, MAX_RETRY_AFTER_S, PUSHED, SHARE, Admission, St
 from evap.errors import Overloaded, RateLimited
 
 S = 1_000_000_000
+T = TypeVar("T", bound=Hashable)
+
+
+def join(line: Admission[T], item: T, flow: Hashable, level: int, tokens: int, n: int, stage: Stage) -> list[T]:
+    """As the waiting room does it. Returns who was pushed out; the item has not come in if it still does not fit."""
+    out = line.make_room(flow, tokens)
+    if line.fits(tokens):
+        line.join(item, flow, level, tokens, n, stage)
+    return out
 
 
 def filled(**flows: int) -> Admission[str]:
@@ -17,7 +29,7 @@ def filled(**flows: int) -> Admission[str]:
     line = Admission[str](sum(flows.values()), 1000)
     for flow, count in flows.items():
         for number in range(count):
-            assert not line.join(f"{flow}{number}", flow, 0, 1, 1, Stage.ENGINE)
+            assert not join(line, f"{flow}{number}", flow, 0, 1, 1, Stage.ENGINE)
     return line
 
 
@@ -33,9 +45,9 @@ def test_a_full_queue_refuses_whoever_fills_it() -> None:
 def test_who_has_less_waits_in_place_of_the_newest_of_the_longest() -> None:
     line = filled(a=5, b=2)
     line.check("b", 1, 0)
-    assert line.join("b2", "b", 0, 1, 1, Stage.ENGINE) == ["a4"]
+    assert join(line, "b2", "b", 0, 1, 1, Stage.ENGINE) == ["a4"]
     line.check("c", 1, 0)
-    assert line.join("c0", "c", 0, 1, 1, Stage.ENGINE) == ["a3"]
+    assert join(line, "c0", "c", 0, 1, 1, Stage.ENGINE) == ["a3"]
     assert line.counts == {PUSHED: 2}
     assert len(line) == 7
     with pytest.raises(RateLimited):  # a has 3, as b would have 4
@@ -45,8 +57,8 @@ def test_who_has_less_waits_in_place_of_the_newest_of_the_longest() -> None:
 def test_the_least_urgent_is_pushed_out_first() -> None:
     line = Admission[str](3, 100)
     for name, level in (("late", 7), ("soon", 0), ("newest", 3)):
-        line.join(name, "a", level, 1, 1, Stage.ENGINE)
-    assert line.join("b", "b", 0, 1, 1, Stage.ENGINE) == ["late"]
+        join(line, name, "a", level, 1, 1, Stage.ENGINE)
+    assert join(line, "b", "b", 0, 1, 1, Stage.ENGINE) == ["late"]
 
 
 def test_a_full_queue_of_equals_is_the_servers_fault() -> None:
@@ -60,30 +72,47 @@ def test_a_full_queue_of_equals_is_the_servers_fault() -> None:
 def test_tokens_are_a_limit_of_their_own_and_an_empty_queue_takes_any_size() -> None:
     line = Admission[str](100, 1000)
     line.check("a", 5000, 0)
-    line.join("a", "a", 0, 5000, 1, Stage.ENGINE)
+    join(line, "a", "a", 0, 5000, 1, Stage.ENGINE)
     with pytest.raises(RateLimited):
         line.check("a", 1, 0)
     line.check("b", 1, 0)  # the giant is in the way of a small one of somebody else
-    assert line.join("b", "b", 0, 1, 1, Stage.ENGINE) == ["a"]
+    assert join(line, "b", "b", 0, 1, 1, Stage.ENGINE) == ["a"]
     assert line.tokens == 1
 
 
 def test_a_large_request_pushes_out_as_many_small_ones_as_it_needs() -> None:
     line = Admission[int](100, 1000)
     for number in range(10):
-        line.join(number, "a", 0, 100, 1, Stage.ENGINE)
+        join(line, number, "a", 0, 100, 1, Stage.ENGINE)
     line.check("b", 300, 0)
-    assert line.join(99, "b", 0, 300, 1, Stage.ENGINE) == [9, 8, 7]
+    assert join(line, 99, "b", 0, 300, 1, Stage.ENGINE) == [9, 8, 7]
     assert line.tokens == 1000
 
 
-def test_what_is_in_hand_cannot_be_pushed_out() -> None:
+def test_what_is_in_hand_counts_and_cannot_be_pushed_out() -> None:
     line = filled(a=3)
     assert line.take(Stage.ENGINE, 0) == "a0"
-    assert line.take(Stage.ENGINE, 0) == "a1"
-    assert line.join("b0", "b", 0, 1, 1, Stage.ENGINE) == ["a2"]
-    assert line.join("c0", "c", 0, 1, 1, Stage.HAND) == [], "all of the longest are in hand: one more for a moment"
-    assert len(line) == 4
+    line.check("b", 1, 0)
+    assert join(line, "b0", "b", 0, 1, 1, Stage.ENGINE) == ["a2"]
+    assert line.take(Stage.ENGINE, 0) in ("a1", "b0")
+    with pytest.raises(Overloaded):
+        line.check("c", 1, 0)
+    line.put("a0", Stage.ENGINE)
+    line.leave("a0")
+    line.check("c", 1, 0)
+
+
+def test_what_longer_shares_have_may_not_be_enough() -> None:
+    """Then nobody comes in, or the limit would be none."""
+    line = Admission[str](100, 1000)
+    for flow in "ab":
+        for number in range(10):
+            join(line, f"{flow}{number}", flow, 0, 50, 1, Stage.ENGINE)
+    line.check("c", 499, 0)
+    out = join(line, "c", "c", 0, 499, 1, Stage.ENGINE)
+    assert out == ["a9", "b9"]
+    assert "c" not in line
+    assert line.tokens == 900
 
 
 def test_no_queue_at_all() -> None:
@@ -145,15 +174,19 @@ class Machine(RuleBasedStateMachine):
             return
         fitted = self.fits(tokens)
         self.number += 1
-        out = self.line.join(self.number, flow, level, tokens, n, stage)
+        out = join(self.line, self.number, flow, level, tokens, n, stage)
         assert not (out and fitted), "nobody is pushed out of a queue with room"
         for gone in out:
             assert self.about[gone][0] != flow, "nobody pushes out his own"
             self.forget(gone)
-        self.stages[self.number], self.about[self.number] = stage, (flow, tokens)
+        assert self.fits(tokens) == (self.number in self.line)
+        if self.number in self.line:
+            self.stages[self.number], self.about[self.number] = stage, (flow, tokens)
+        else:
+            assert out, "`check` said that somebody has more"
 
     def mine(self, flow: int) -> int:
-        return sum(1 for item in self.stages if self.about[item][0] == flow)
+        return sum(1 for item, where in self.stages.items() if self.about[item][0] == flow and where is not Stage.HAND)
 
     def fits(self, tokens: int) -> bool:
         used = sum(self.about[item][1] for item in self.stages)
@@ -202,16 +235,19 @@ class Machine(RuleBasedStateMachine):
         assert len(self.line) == len(self.stages)
         assert self.line.tokens == sum(self.about[item][1] for item in self.stages)
         assert set(self.line.items()) == set(self.stages)
+        assert len(self.stages) <= 8
+        assert self.line.tokens <= 100 or len(self.stages) == 1
         shares = self.line._shares
-        assert {flow: len(share.entries) for flow, share in shares.items()} == {
-            flow: count for flow in range(4) if (count := self.mine(flow))
-        }
+        assert [shares.count(flow) for flow in range(4)] == [self.mine(flow) for flow in range(4)]
+        flow, weight = shares.longest()
+        assert weight == max(shares.weight(flow) for flow in range(4))
+        assert flow is None or weight == shares.weight(flow)
 
     def teardown(self) -> None:
         for item in list(self.stages):
             assert self.line.leave(item)
         assert not self.line.tokens
-        assert not self.line._shares
+        assert not len(self.line._shares)
         assert not len(self.line)
 
 

@@ -145,6 +145,34 @@ def test_prompts_are_a_limit_before_they_are_tokens() -> None:
         line.send("y" * 3000)
 
 
+def test_large_prompts_are_bounded_too_when_the_pool_is_faster_than_the_engine() -> None:
+    line = Line(max_queued_requests=5)
+    line.send("running", max_tokens=1000, ignore_eos=True)
+    for number in range(5):
+        line.send(f"large{number} " + "x" * 20_000)
+        work, back = line.pool.pop()
+        back(work())
+    with pytest.raises(RateLimited):
+        line.send("one more " + "x" * 20_000)
+    assert (line.waiting, len(line.pool)) == (5, 0)
+    line.loop.run()
+    assert len(line.settled) == 6
+
+
+def test_a_large_request_for_which_not_enough_can_be_pushed_out(line: Line) -> None:
+    line = Line(max_queued_tokens=4000)
+    line.send("running", max_tokens=1000, ignore_eos=True)
+    for number in range(10):
+        for peer in ("10.0.0.1:1", "10.0.0.2:1"):
+            line.send(f"{number}" + "x" * 660, peer=peer)
+    large = line.send("y" * 7000, peer="10.0.0.3:1")
+    assert (large.status, line.code(large)) == (429, "queue_share")
+    assert line.waiting == 18
+    line.loop.run()
+    assert not line.dispatch.open
+    assert line.dispatch.room.line.tokens == 0
+
+
 def test_large_prompts_take_turns_in_the_pool_and_then_in_the_engine(line: Line) -> None:
     line.send("running")
     large = [line.send(f"large{number} " + "x" * 20_000) for number in range(6)]
