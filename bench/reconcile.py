@@ -159,17 +159,17 @@ def kill_engine(run: Run, server: Server, client: WireClient) -> None:
 
 def first_life(run: Run, server: Server) -> list[Stream]:
     """Every kind; an engine that dies; then a kill -9 in the middle of the last of them, which are returned."""
-    third = run.exchanges // 3
-    client = run.phase(server, script(third, run.random))
+    first, second = run.exchanges * 2 // 5, run.exchanges // 5
+    client = run.phase(server, script(first, run.random))
     all_agree(run, server, client, run.seen, 0)
-    assert len(records(run.folder)) == third
+    assert len(records(run.folder)) == first
     kill_engine(run, server, client)
-    all_agree(run, server, client, run.seen[third:], 0)
+    all_agree(run, server, client, run.seen[first:], 0)
     assert sum(r.end == "engine_failed" for r in records(run.folder)) >= 10
     client.close()
     server.wait_log("started again" if run.in_process else r"(?s)killed by SIGKILL.*, context ")
-    client = run.phase(server, ["forever"] * 20 + script(third // 2, run.random))
-    killed = run.seen[-20 - third // 2 :]
+    client = run.phase(server, ["forever"] * 20 + script(second, run.random))
+    killed = run.seen[-20 - second :]
     client.run(lambda: all(s.chars > 50 for s in killed[:20]))
     # Stopped first, so that the client can read what was sent: a kill resets the connection and loses the rest of it.
     os.kill(server.process.pid, signal.SIGSTOP)
@@ -203,7 +203,7 @@ def killed_agree(run: Run, killed: list[Stream], sampled: int | None) -> None:
 
 def reconcile(run: Run) -> dict[str, Any]:
     """The whole run. Raises AssertionError at the first thing that differs; returns what was counted."""
-    third = run.exchanges // 3
+    last = run.exchanges * 2 // 5
     server = run.start()
     try:
         killed = first_life(run, server)
@@ -215,12 +215,12 @@ def reconcile(run: Run) -> dict[str, Any]:
     try:
         killed_agree(run, killed, sampled)
         before = len(records(run.folder))
-        client = run.phase(server, script(third, run.random))
-        all_agree(run, server, client, run.seen[-third:], before)
+        client = run.phase(server, script(last, run.random))
+        all_agree(run, server, client, run.seen[-last:], before)
         client.close()
         assert server.stop() == 0
         rows = records(run.folder)
-        assert len(rows) == before + third
+        assert len(rows) == before + last
         server.check_log()
     finally:
         server.kill()

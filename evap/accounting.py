@@ -222,13 +222,14 @@ class Accounting:
         """It has got its slots, and the engine hears of it next. Those of one pass of the loop are entered together."""
         if self.table is not None:
             if not self._fresh:
-                soon(self._enter)
+                soon(self.enter)
             self._fresh.append(exchange)
 
-    def _enter(self) -> None:
-        exchanges, self._fresh = self._fresh, []
-        if (table := self.table) is None:
+    def enter(self) -> None:
+        """Enter what is new into the table: in this pass of the loop, and before any token of it is taken."""
+        if (table := self.table) is None or not self._fresh:
             return
+        exchanges, self._fresh = self._fresh, []
         wall, paged = self._wall_offset_ns, self.pages is not None
         for exchange in exchanges:
             ticket, request, choices = exchange.account, exchange.request, exchange.choices

@@ -90,7 +90,7 @@ class Dispatch:
                                                    wall_ns=lambda: int(shell.wall_s() * 1e9))  # fmt: skip
         self.steps = Steps(
             text=text, rows=rows, cancel=replica.cancel, flush=shell.flush, now_ns=shell.now_ns, settled=self._settled,
-            table=self.accounting.table, pages=self.accounting.pages, live=live,
+            table=self.accounting.table, pages=self.accounting.pages, enter=self.accounting.enter, live=live,
         )  # fmt: skip
         protocol = config.protocol
         self.blocks = BlockStore(

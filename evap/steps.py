@@ -31,7 +31,8 @@ class Steps:
     """The slot table's running choices, fed by token batches.
 
     cancel: tells the engine to stop a (slot, generation). flush: writes what every connection has to write, now.
-    settled: is given each exchange once, at its end; those that end together, together.
+    settled: is given each exchange once, at its end; those that end together, together. enter: called before tokens are
+    taken, so that whoever may have some is known to a successor.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Steps:
         table: OpenTable | None = None,
         live: Live | None = None,
         pages: Counters | None = None,
+        enter: Callable[[], None] = lambda: None,
     ) -> None:
         self.slots: SlotTable[ChoiceRun] = SlotTable(rows.max_slots)
         self.rows = rows
@@ -60,7 +62,7 @@ class Steps:
         self._at_ns = 0  # when the last tokens came
         #: batches so far: an engine with work for which this stands still hangs
         self.batches = 0
-        self._table, self._pages = table, pages
+        self._table, self._pages, self._enter = table, pages, enter
         #: called at the end of a batch in which the engine has given slots back
         self.freed: Callable[[], None] | None = None
         self._given_back = False
@@ -168,6 +170,7 @@ class Steps:
 
     def on_batch(self, batch: TokenBatch) -> None:
         """Records of one engine step, or several."""
+        self._enter()
         self.batches += 1
         if self._to_rows:
             self._join_rows()

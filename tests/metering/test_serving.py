@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from bench import tiny_llama
 from evap.metering import keys
 from evap.protocol.api.router import PREFIXES, ROUTES
 from tests.support import TIME_FACTOR, Server, running
@@ -112,21 +113,43 @@ def test_a_hung_engine_is_not_ready_and_a_saturated_one_is(start_server: StartSe
         server.kill()
 
 
-@pytest.mark.model
 def test_a_stopped_engine_process(tmp_path: Path) -> None:
-    """SIGSTOP and SIGCONT for the embedded engine's process."""
-    with running("--hang-timeout", "2", "--data-dir", str(tmp_path), engine="torch") as server:
+    """Case 85: a saturated engine is ready, one that was stopped (SIGSTOP) is not, and is again once it goes on."""
+    pytest.importorskip("torch", reason="needs torch")
+    model = str(tiny_llama.build(tmp_path / "model", letters=True))
+    flags = ("--hang-timeout", "1", "--max-running", "1", "--threads", "1", "--data-dir", str(tmp_path / "data"))
+    with running(model, *flags, engine="torch") as server:
         (engine,) = psutil.Process(server.process.pid).children()
-        with client(server) as http, client(server) as other:
-            engine.suspend()
-            try:
-                with other.stream("POST", "/v1/chat/completions", json=chat(stream=True, max_tokens=4)) as answer:
+        with client(server) as http, client(server) as other, client(server) as third:
+            long = chat(stream=True, max_tokens=3500, ignore_eos=True, top_k=20)
+            with other.stream("POST", "/v1/chat/completions", json=long) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                with third.stream("POST", "/v1/chat/completions", json=long):  # waits for a place
+                    deadline = time.monotonic() + 1.5
+                    while time.monotonic() < deadline:
+                        assert http.get("/ready").status_code == 200, "saturated is not hung"
+                        time.sleep(0.1)
+                engine.suspend()
+                try:
                     until(lambda: http.get("/ready").status_code == 503)
+                    assert http.get("/ready").json()["status"] == "hung"
+                    assert http.get("/health").status_code == 200
+                finally:
                     engine.resume()
-                    assert answer.read().endswith(b"data: [DONE]\n\n")
                 until(lambda: http.get("/ready").status_code == 200)
-            finally:
-                engine.resume()
+                next(lines)
+        assert "counts" not in server.log
+
+
+def test_a_prefill_that_takes_longer_than_the_time_out(tmp_path: Path) -> None:
+    """It gives no token meanwhile; the engine's steps are its progress."""
+    pytest.importorskip("torch", reason="needs torch")
+    model = str(tiny_llama.build(tmp_path / "model", layers=4, letters=True))
+    flags = ("--hang-timeout", "0.2", "--prefill-chunk", "16", "--threads", "1", "--token-cache-mb", "0")
+    with running(model, *flags, engine="torch") as server, client(server) as http:
+        http.post("/v1/chat/completions", json=chat("x" * 3900, max_tokens=1)).raise_for_status()
+        assert "makes no progress" not in server.log
 
 
 def test_ledger_metrics(start_server: StartServer, tmp_path: Path) -> None:
