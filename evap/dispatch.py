@@ -15,6 +15,7 @@ import msgspec
 
 from evap import terms
 from evap.accounting import Accounting
+from evap.admission import FULL, PUSHED, SHARE
 from evap.blocks import BlockStore
 from evap.config import Config
 from evap.engine.interface import Replica, Text, check_request
@@ -51,6 +52,8 @@ from evap.waiting import INLINE_BODY_BYTES, WaitingRoom, flow_of
 _KEY_LIMITS: Final = {
     "too_many_streams": "key_streams", "rate_limit_exceeded": "key_rate", "insufficient_quota": "key_budget",
 }  # fmt: skip
+#: The names of all limits of this side of the wire: a closed list.
+LIMITS: Final = (SHARE, FULL, PUSHED, "deadline", "ttft", *_KEY_LIMITS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class Dispatch:
         self.replica = replica
         self.model = model
         self.draining = False
-        self.limits: dict[str, int] = {}  #: name -> how often it has refused or ended a request
+        self.limits = dict.fromkeys(LIMITS, 0)  #: how often each has refused or ended a request
         self.open: dict[Exchange, None] = {}  # until settled
         self.accounting = accounting or Accounting(config.meter, model=model, slots=rows.max_slots, now_ns=shell.now_ns,
                                                    wall_ns=lambda: int(shell.wall_s() * 1e9))  # fmt: skip
@@ -224,7 +227,7 @@ class Dispatch:
     def note(self, error: EvapError) -> None:
         """Count the limit of a key that has refused something."""
         if isinstance(error, RateLimited) and (limit := _KEY_LIMITS.get(error.code or "")) is not None:
-            self.limits[limit] = self.limits.get(limit, 0) + 1
+            self.limits[limit] += 1
 
     def _refuse(self, exchange: Exchange, error: EvapError) -> None:
         """Answer with an error, and have the engine forget it."""

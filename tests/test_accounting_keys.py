@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from evap.messages import GenerateRequest
 from evap.metering import keys
 from evap.protocol.api.router import PREFIXES, ROUTES
 from tests.fakes import FakeReply
@@ -154,6 +155,30 @@ def test_priority_reaches_the_engine(make: Make, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(it.replica, "submit", lambda slot, generation, request: seen.append(request.priority))
     it.ask(key="vip")
     assert seen == [-24]
+
+
+def test_keys_take_turns_whatever_their_address(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = make(key_settings={"hog": {}, "other": {}, "vip": {"priority": -1}}, max_running=1)
+    seen: list[str] = []
+    submit = it.replica.submit
+
+    def spy(slot: int, generation: int, request: GenerateRequest) -> None:
+        choice = it.dispatch.steps.slots.owner[slot]
+        assert choice is not None
+        seen.append(choice.exchange.account.key_id)
+        submit(slot, generation, request)
+
+    monkeypatch.setattr(it.replica, "submit", spy)
+    for _ in range(20):
+        it.ask(key="hog", max_tokens=2)
+    it.ask(key="other", max_tokens=2)
+    it.ask(key="other", max_tokens=2, priority=-3)
+    it.ask(key="vip", max_tokens=2, priority=60)
+    it.ask(key="vip", max_tokens=2)
+    it.loop.run()
+    assert seen[:7] == ["hog", "vip", "other", "hog", "other", "hog", "hog"], "priority 60 is behind everybody's 0"
+    assert seen.index("vip", 2) >= 16, "overtaken as often as one may be"
+    assert len(it.records()) == 24
 
 
 # Operations

@@ -6,16 +6,19 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evap import logs, observe
+from evap import dispatch, logs, observe
 from evap.config import EngineConfig
 from evap.observe import Observer, watch
+from evap.protocol import limits
 from evap.protocol.limits import Shared
 from tests.fakes import FakeReply
 from tests.metered import Metered
+from tests.test_dispatch import House
 from tests.test_metrics import samples
 
 
@@ -119,3 +122,11 @@ def test_without_lines_for_requests_only_failures_have_one(log: io.StringIO, tmp
     logs.flush()
     (line,) = map(json.loads, log.getvalue().splitlines())
     assert (line["level"], line["status"], line["end"]) == ("warning", 500, "engine_failed")
+
+
+def test_every_limit_is_counted_from_zero_and_explained() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "observability.md").read_text()
+    for limit in (*limits.LIMITS, *dispatch.LIMITS):
+        assert f"`{limit}`" in page
+    assert Shared().limits == dict.fromkeys(limits.LIMITS, 0)
+    assert House().dispatch.limits == dict.fromkeys(dispatch.LIMITS, 0)

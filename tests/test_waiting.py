@@ -43,6 +43,10 @@ class Line(House):
     def waiting(self) -> int:
         return len(self.dispatch.room.line)
 
+    @property
+    def hits(self) -> dict[str, int]:
+        return {limit: count for limit, count in self.dispatch.limits.items() if count}
+
     def code(self, reply: FakeReply) -> str:
         code: str = json.loads(reply.body)["error"]["code"]
         return code
@@ -133,7 +137,7 @@ def test_a_full_queue_pushes_back_on_who_fills_it() -> None:
         line.send("fourth", peer="10.0.0.4:1")
     line.loop.run()
     assert line.started == ["running", "mine0", "other", "third"]
-    assert line.dispatch.limits == {"queue_share": 1, "queue_full": 1, "queue_pushed_out": 2}
+    assert line.hits == {"queue_share": 1, "queue_full": 1, "queue_pushed_out": 2}
     assert sum(usage.prompt + usage.computed for _, usage in line.settled if not usage.delivered) == 0
 
 
@@ -274,7 +278,7 @@ def test_a_deadline_that_passes_in_the_queue(line: Line, stream: bool) -> None:
     assert line.started == ["running"], "it never reached the engine"
     usage = line.usage(reply)
     assert (usage.prompt, usage.computed, usage.emitted, usage.delivered) == (0, 0, 0, 0)
-    assert line.dispatch.limits == {"deadline": 1}
+    assert line.hits == {"deadline": 1}
 
 
 def test_a_deadline_that_passes_in_a_stream(line: Line) -> None:
@@ -301,7 +305,7 @@ def test_a_deadline_that_is_kept(line: Line) -> None:
     line.loop.run()
     assert reply.reasons() == [(0, "length")]
     assert not len(line.dispatch.upkeep._deadlines)
-    assert not line.dispatch.limits
+    assert not line.hits
 
 
 def test_no_first_token_in_time(line: Line) -> None:
@@ -316,7 +320,7 @@ def test_no_first_token_in_time(line: Line) -> None:
     line.dispatch.upkeep.overdue()
     assert streamed.events[-2]["error"]["code"] == "ttft_timeout"
     assert (behind.status, line.code(behind)) == (504, "ttft_timeout")
-    assert line.dispatch.limits == {"ttft": 2}
+    assert line.hits == {"ttft": 2}
     line.loop.run(0.1)
     assert [e.state for e in line.dispatch.open] == [State.ANSWERED], "its slot is the engine's until it says otherwise"
     line.replica.resume()
@@ -337,4 +341,4 @@ def test_a_first_token_in_time_is_all_that_is_asked() -> None:
     unlimited.send("a")
     unlimited.loop.run(1e6)
     unlimited.dispatch.upkeep.overdue()
-    assert not unlimited.dispatch.limits
+    assert not unlimited.hits
