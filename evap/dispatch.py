@@ -140,15 +140,16 @@ class Dispatch:
         if isinstance(body, Spool):
             assert self.large is not None
             self.may_wait(account, head, reply.core, body.size)
-            self.large.take(reply, head, body, name, partial(self._open, reply, head, headers, dialect, account))
+            opened = partial(self._open, reply, head, headers, dialect, account, self._shell.now_ns())
+            self.large.take(reply, head, body, name, opened)
             return
         request, octets = dialect.parse(body, max_choices=self._config.engine.max_choices), len(body)
-        exchange, flow = self._open(reply, head, headers, dialect, account, octets, request)
+        exchange, flow = self._open(reply, head, headers, dialect, account, self._shell.now_ns(), octets, request)
         self.room.enter(exchange, flow, octets, pooled=octets >= INLINE_BODY_BYTES or exchange.account.lookup)
 
     def _open(
         self, reply: Reply, head: RequestHead, headers: HeaderList, dialect: Dialect, account: Account | None,
-        octets: int, request: ParsedRequest,
+        opened_ns: int, octets: int, request: ParsedRequest,
     ) -> tuple[Exchange, Hashable]:  # fmt: skip
         """A valid request is let in; also for whom it waits. Raises EvapError."""
         deadline_ms = terms.deadline_ms(head)
@@ -166,7 +167,7 @@ class Dispatch:
         exchange = Exchange(
             reply=reply, head=head, request=request, renderer=renderer, text=self.text, headers=headers,
             send_error=self._shell.send_error, stream_buffer=self._config.protocol.stream_buffer_bytes,
-            opened_ns=self._shell.now_ns(), account=ticket,
+            opened_ns=opened_ns, account=ticket,
         )  # fmt: skip
         exchange.trace = trace_context.of(head, self._config.server.otel_endpoint, self._config.server.otel_sample)
         exchange.adapter, exchange.cache_salt = adapter, self._identity.cache_salt(ticket.key_id)

@@ -32,6 +32,11 @@ class LargeRequests:
         self._jobs: dict[Exchange, Job] = {}
         self.refuse: Callable[[Reply, RequestHead, Exception], None] = lambda reply, head, error: reply.abort()
 
+    @property
+    def jobs(self) -> int:
+        """Requests that are being parsed or tokenized, or wait for that."""
+        return self._intake.jobs
+
     def take(
         self, reply: Reply, head: RequestHead, body: Spool, dialect: str,
         open_: Callable[[int, ParsedRequest], tuple[Exchange, Hashable]],

@@ -154,6 +154,8 @@ def watch(
     gauge("waiting_tokens", "Prompt tokens of these, estimated", lambda: float(dispatch.room.line.tokens))
     gauge("connections", "Open connections", lambda: float(shared.connections))
     gauge("body_bytes", "Request bytes held", lambda: float(shared.body_bytes))
+    large = dispatch.large
+    gauge("large_requests", "Large requests on their way to tokens", lambda: float(large.jobs if large else 0))
     gauge("ready", "1 if the engine is ready", lambda: float(replica.state is ReplicaState.READY))
     metrics.limits += (dispatch.limits, shared.limits)
     counter("violations", "Connections closed for breaking the protocol", lambda: float(shared.violations))

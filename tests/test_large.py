@@ -61,12 +61,12 @@ class Large(House):
         )
         self.dispatch.large.refuse = lambda reply, head, error: self.refused.append(error)
 
-    def post(self, dialect: str = "completions", **fields: Any) -> FakeReply:
+    def post(self, dialect: str = "completions", headers: dict[str, str] | None = None, **fields: Any) -> FakeReply:
         reply = FakeReply(self.core, next(self._streams), window=1 << 30)
         self.body = json.dumps({"prompt": "hello", **fields}).encode()
         self.shared.body_bytes += len(self.body)
         spool = Spool(self.shared, [self.body])
-        self.dispatch.generate(reply, head(), spool, dialects()[dialect], None, dialect)
+        self.dispatch.generate(reply, head(**(headers or {})), spool, dialects()[dialect], None, dialect)
         return reply
 
     def parsed(self) -> None:
@@ -174,6 +174,15 @@ def test_a_client_that_leaves_frees_everything(house: Large, parsed: bool) -> No
         house.encoded()
         house.loop.run()
         assert house.dispatch.steps.slots.free == 256
+
+
+def test_a_deadline_counts_from_the_arrival(house: Large) -> None:
+    reply = house.post(headers={"evap_deadline_ms": "5000"})
+    house.loop.now += 6.0
+    house.parsed()
+    house.loop.run()
+    assert reply.status == 504
+    assert house.intake.cancelled == house.intake.jobs
 
 
 @pytest.mark.parametrize("used", [False, True])

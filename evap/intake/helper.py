@@ -102,12 +102,17 @@ class Intake:
     def _next(self) -> None:
         if self._current is not None or not self._waiting:
             return
-        if self._process is None:
-            self._process = _Process(self._module, on_message=self._received, on_exit=self._exited)
-            self._process.send(self._boot)
         self._current = job = self._waiting.popleft()
         self._count += 1
         job.id = self._count
+        if self._process is None:
+            try:
+                self._process = _Process(self._module, on_message=self._received, on_exit=self._exited)
+            except OSError:
+                logger.exception("the intake process cannot be started")
+                asyncio.get_running_loop().call_soon(self._fail, job)  # not within `parse`
+                return
+            self._process.send(self._boot)
         self._process.send(wire.Parse(job.id, job.dialect), job.spool.fd)
 
     def _received(self, message: wire.FromWorker) -> None:
@@ -135,9 +140,12 @@ class Intake:
 
     def _exited(self, status: int) -> None:
         self._process = None
-        job = self._current
-        if job is not None:
+        if self._current is not None:
             logger.error("the intake process ended with status %d while it prepared a request", status)
+            self._fail(self._current)
+
+    def _fail(self, job: Job) -> None:
+        if job is self._current:
             self._finish(job, _died())
 
 
@@ -169,10 +177,15 @@ class _Process:
         self._on_message, self._on_exit = on_message, on_exit
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", module, str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment()
-        )
-        theirs.close()
+        try:
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment()
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         ours.setblocking(False)
         self._sock = ours
         self._pidfd = os.pidfd_open(self._process.pid)

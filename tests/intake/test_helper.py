@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -184,6 +185,24 @@ def test_a_process_that_cannot_start_fails_its_jobs() -> None:
             for _ in range(2):
                 with pytest.raises(InternalError):
                     await it.whole("chat", b"{}")
+
+    asyncio.run(run())
+
+
+def test_a_system_that_starts_no_process_fails_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    async def run() -> None:
+        async with home() as it:
+            with monkeypatch.context() as patch:
+                patch.setattr(subprocess, "Popen", refuse)
+                first, parsed = it.start("chat", b"{}")
+                _, second = it.start("chat", b"{}")
+                it.intake.cancel(first)
+                assert isinstance(await asyncio.wait_for(second, SOON_S), InternalError)
+            assert not parsed.done()
+            assert (await it.whole("completions", b'{"prompt":"x"}'))[1].ids == [120]
 
     asyncio.run(run())
 

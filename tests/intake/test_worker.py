@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evap.engine.tokenizer import load_text
+from evap.errors import ContextOverflow, StartupError
 from evap.intake import wire
 from evap.intake.worker import load
+from tests.engine.small_tokenizers import qwen, save
 from tests.support import ROOT, TIME_FACTOR
 
 SOON_S = 20 * TIME_FACTOR
@@ -103,8 +108,34 @@ def test_the_end_of_the_parent_is_its_own_also_at_work(parent: Parent) -> None:
     parent.send(wire.Encode(1, 0))
 
 
-def test_the_text_side_of_a_model(tmp_path: Any) -> None:
-    from evap.errors import StartupError
-
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StartupError):
         load(wire.Boot(str(tmp_path), 1, 4, False))
+
+
+def test_the_tokenizer_and_template_of_a_model(tmp_path: Path) -> None:
+    """The process's ids are those of this one; a prompt beyond the context is refused in the same words."""
+    text = load_text(save(qwen(), tmp_path))
+    messages = [{"role": "user", "content": "The quick brown fox jumps. " * 2000}]
+    fd = os.memfd_create("test")
+    parent = Parent(wire.Boot(str(tmp_path), 8, 4, False))
+    assert parent.next() == wire.Ready()
+    for job, limit in ((1, 0), (2, 5000)):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps({"messages": messages}).encode(), 0)
+        parent.send(wire.Parse(job, "chat"), fd)
+        assert isinstance(parent.next(), wire.Parsed)
+        parent.send(wire.Encode(job, limit))
+        done = parent.next()
+        text.limit_tokens = limit
+        if not limit:
+            assert array("i", os.pread(fd, done.count * 4, 0)).tolist() == text.chat_ids(messages, {})
+        else:
+            with pytest.raises(ContextOverflow) as own:
+                text.chat_ids(messages, {})
+            assert (done.kind, done.message) == ("ContextOverflow", own.value.message)
+    os.close(fd)
+    parent.sock.close()
+    assert parent.process.wait(SOON_S) == 0
+    assert parent.process.stderr is not None
+    parent.process.stderr.close()
