@@ -102,6 +102,16 @@ def test_a_reset_push_ends_its_choice_and_no_other(site: Site) -> None:
     assert exchange.account.usage.delivered == 200 + lost.delivered + lost.row_delivered
 
 
+def test_a_reset_push_is_heard_of_while_the_engine_is_silent(tmp_path: Path) -> None:
+    site = Site(tmp_path, synthetic_ttft_ms=600_000.0)
+    client = site.connect(initial_window_size=WIDE)
+    sid = client.ask(n=2, max_tokens=10)
+    client.reset(client.blocks(sid)[1])
+    site.run(2)
+    assert site.dispatch.steps.slots.free == site.dispatch.steps.slots.size - 1
+    assert len(site.dispatch.active) == 1
+
+
 def test_after_the_second_reset_push_the_rest_is_inline(site: Site) -> None:
     client = site.connect(initial_window_size=WIDE)
     sid = client.ask(n=3, max_tokens=50, **USAGE)
@@ -151,6 +161,21 @@ def test_a_slow_push_holds_only_its_choice_and_settling_waits_for_it(site: Site)
     assert site.settled == [exchange], "at once, with nothing else going on"
     assert exchange.account.usage.delivered == 120
     assert said(client.bodies[slow])[1] == "length"
+
+
+def test_a_reader_that_catches_up_with_one_push_does_not_fill_the_others(site: Site) -> None:
+    client = site.connect(initial_window_size=2000)
+    sid = client.ask(n=2, max_tokens=200)
+    site.run(60)
+    one, other = client.blocks(sid).values()
+    (exchange,) = site.dispatch.open
+    held = len(exchange.choices[1].held)
+    assert held > 10
+    client.conn.increment_flow_control_window(1500, one)
+    site.pump()
+    assert not exchange.choices[0].held
+    assert len(exchange.choices[1].held) == held
+    assert client.core.streams[other].buffered < 2048
 
 
 def test_a_push_that_stalls_is_given_up_alone(site: Site) -> None:

@@ -212,6 +212,30 @@ def test_pushes_leave_the_reserve_to_the_others() -> None:
     assert len(raw.body(2)) == 65_535 - 10_000 + 40_000
 
 
+def test_rows_leave_the_reserve_too() -> None:
+    raw = Raw(push_reserve_bytes=65_000)
+    rows = RowTable(2)
+    parent, other = started(raw, 1, 3)
+    streams = (pushed(parent), other)
+    table = np.array([b"%0500d" % 0], "S500").view("V500")
+    raw.flush()
+    for slot, reply in enumerate(streams):
+        assert rows.join(slot, reply, b"", b"", 500)
+
+    def step(*slots: int) -> bool:
+        here, ok = np.array(slots, np.int32), np.ones(len(slots), np.bool_)
+        return bool(rows.push(here, np.zeros(len(slots), np.int32), table, ok).all())
+
+    assert step(0)
+    assert not step(0)
+    assert not step(0, 1), "what shares its write goes the slow way meanwhile"
+    streams[0].end()
+    parent.end()
+    raw.flush()
+    assert step(1)
+    assert raw.core.connection_window == 65_535 - 1000
+
+
 def test_client_streams_do_not_lose_places_to_pushes() -> None:
     raw = Raw(max_concurrent_streams=2)
     (reply,) = started(raw, 1)
