@@ -112,6 +112,8 @@ class LlmSeam:
                 await task
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown, timeout=timeout_s)
+            await asyncio.sleep(0)  # vLLM closes its sockets in the next pass of the loop
+            self._llm.engine_core.resources.ctx.destroy(linger=0)
 
 
 def _positions(found: Sequence[Any], tokens: Sequence[int]) -> list[TokenLogprobs]:

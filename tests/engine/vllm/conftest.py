@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,11 +50,3 @@ def real(smollm2: Path) -> Iterator[Server]:
         "--model", str(smollm2), "--served-model-name", "m", "--max-model-len", "2048", "--kv-cache-mb", "256",
         "--dtype", "bfloat16",
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def swept() -> Iterator[None]:
-    """vLLM leaves sockets of starts that failed to the garbage collector. It finds them here, where warnings about that
-    are let pass, and not at the end of the session, where they are errors."""
-    yield
-    gc.collect()

@@ -57,6 +57,7 @@ class Result:
     cached: int | None = None
     prompt: Sequence[TokenLogprobs | None] | None = None
     problems: list[str] = field(default_factory=list)
+    ended_at: int = 0  # number of the batch that brought its end
 
 
 class Live:
@@ -167,6 +168,7 @@ class Live:
         if n in batch.logprobs:
             result.logprobs.append(batch.logprobs[n])
         result.finish = Finish(flags & FINISH_MASK)
+        result.ended_at = self.batches
         result.silent = bool(flags & SILENT)
 
 

@@ -118,6 +118,21 @@ def test_cancel_before_during_and_after(core: Live) -> None:
     assert core.replica.running == 0
 
 
+def test_a_cancel_stops_a_long_prefill_at_once(core: Live) -> None:
+    """Another request makes a batch of every step: they tell how many steps the cancelled one still had of its 15."""
+    (clock,) = core.submit([ask([7], n=1900)])
+    core.wait([clock], lambda r: len(r.tokens) >= 2)
+    (long,) = core.submit([ask([3 + 7 * n % 2000 for n in range(1900)], n=4)], first_slot=1)
+    before: list[int] = []
+    core.do(lambda: before.append(core.batches) or core.replica.cancel(*long))  # type: ignore[func-returns-value]
+    (result,) = core.results([long])
+    core.cancel(clock)
+    core.results([clock])
+    assert result.finish is Finish.CANCELLED
+    assert result.tokens == []
+    assert result.ended_at - before[0] <= 6, "two steps, those whose tokens were under way, and its own end"
+
+
 def test_a_request_cancelled_in_the_same_pass_never_reaches_the_engine(core: Live) -> None:
     keys = [(slot, 60_100) for slot in range(10)]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import random
 import selectors
 import socket
 import subprocess
@@ -12,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h2.connection
 import httpx
 import psutil
 import pytest
@@ -230,6 +234,60 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(small: Server) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 4
     assert gauge(small, "engine_restarts_total") == 1
     assert gauge(small, "engine_mismatches_total") == 0
+
+
+class Resets:
+    """Requests over HTTP/2 that are reset 0 to 5 ms after their headers, a connection for every 80 (what its budget of
+    resets allows)."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._random = random.Random(3)
+
+    def send(self, count: int) -> None:
+        for start in range(0, count, 80):
+            asyncio.run(self._connection(min(80, count - start)))
+
+    async def _connection(self, count: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        client = h2.connection.H2Connection()
+        client.initiate_connection()
+        writer.write(client.data_to_send())
+        drain = asyncio.create_task(reader.read(-1))
+        for _ in range(count):
+            stream = client.get_next_available_stream_id()
+            prompt = [self._random.randrange(2, 2000) for _ in range(200)]
+            body = json.dumps({"prompt": prompt, "max_tokens": 500, "ignore_eos": True, "stream": True}).encode()
+            client.send_headers(stream, [
+                (":method", "POST"), (":scheme", "http"), (":authority", "x"), (":path", "/v1/completions"),
+                ("content-type", "application/json"),
+            ])  # fmt: skip
+            client.send_data(stream, body, end_stream=True)
+            writer.write(client.data_to_send())
+            await asyncio.sleep(self._random.choice((0.0, 0.001, 0.005)))
+            client.reset_stream(stream, error_code=8)
+            client.outbound_flow_control_window = 1 << 20  # it never reads what the server says about windows
+            writer.write(client.data_to_send())
+        writer.close()
+        drain.cancel()
+
+
+def test_requests_reset_within_milliseconds_leave_nothing(small: Server) -> None:
+    """EVAP_RESETS=10000 is the whole of it; the engine's own part of that many is in test_replica.py."""
+    count = int(os.environ.get("EVAP_RESETS", "400"))
+    resets, core = Resets(small), engine_core(small)
+    own = psutil.Process(small.process.pid)
+    resets.send(max(200, count // 5))
+    assert until(lambda: gauge(small, "open_exchanges") == 0)
+    before = own.memory_info().rss, core.memory_info().rss
+    resets.send(count)
+    assert until(lambda: gauge(small, "open_exchanges") == 0)
+    assert gauge(small, "running") == 0
+    after = own.memory_info().rss, core.memory_info().rss
+    assert all(b - a < 30 << 20 for a, b in zip(before, after, strict=True)), (before, after)
+    body = {"prompt": list(range(2, 1902)), "max_tokens": 3, "ignore_eos": True}  # takes most of the KV blocks
+    answer = httpx.post(f"{small.url}/v1/completions", json=body, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] == 3
 
 
 def test_the_engine_does_not_outlive_a_killed_server(tiny: Path) -> None:
