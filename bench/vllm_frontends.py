@@ -285,6 +285,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
             if own in at and peer in at:
                 found[f"cpu {peer} / {own}"] = round(at[peer]["us_per_token"] / at[own]["us_per_token"], 2)
                 found[f"tok_per_s {own} / {peer}"] = round(at[own]["tok_per_s"] / at[peer]["tok_per_s"], 2)
+                found[f"ttft_ms_p99 {peer} / {own}"] = round(at[peer]["ttft_ms_p99"] / at[own]["ttft_ms_p99"], 2)
     return found
 
 

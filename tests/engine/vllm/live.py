@@ -88,12 +88,12 @@ class Live:
 
         return self.await_(run())
 
-    def await_(self, work: Coroutine[Any, Any, T], timeout_s: float = 300.0) -> T:
+    def await_(self, work: Coroutine[Any, Any, T], timeout_s: float = 900.0) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
-            self.await_(self.replica.stop(), 60)
+            self.await_(self.replica.stop(), 120)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
@@ -118,12 +118,12 @@ class Live:
     def cancel(self, key: tuple[int, int]) -> None:
         self.do(lambda: self.replica.cancel(*key))
 
-    def wait(self, keys: Sequence[tuple[int, int]], until: Callable[[Result], bool], timeout_s: float = 120.0) -> None:
+    def wait(self, keys: Sequence[tuple[int, int]], until: Callable[[Result], bool], timeout_s: float = 300.0) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: all(until(self._results[key]) for key in keys), timeout_s):
                 raise AssertionError(f"waited {timeout_s} s: {[self._results[key] for key in keys][:4]}")
 
-    def results(self, keys: Sequence[tuple[int, int]], timeout_s: float = 120.0) -> list[Result]:
+    def results(self, keys: Sequence[tuple[int, int]], timeout_s: float = 300.0) -> list[Result]:
         """Wait for the ends of all, and check that nothing was out of order."""
         self.wait(keys, lambda r: r.finish is not Finish.NONE, timeout_s)
         found = [self._results.pop(key) for key in keys]
@@ -213,7 +213,7 @@ def serve(*args: str) -> Iterator[Server]:
     try:
         server.wait_ready(600)
         yield server
-        assert server.stop(60) == 0, server.log
+        assert server.stop(120) == 0, server.log
         server.check_log()
     finally:
         server.kill()

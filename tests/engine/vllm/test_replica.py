@@ -77,13 +77,13 @@ def test_a_death_ends_every_request_and_the_engine_comes_back(mortal: Live) -> N
     mortal.wait(keys, lambda r: len(r.tokens) > 2)
     mortal.states.clear()
     os.kill(mortal.replica.pids()[0], signal.SIGKILL)
-    assert {r.finish for r in mortal.results(keys, 20)} == {Finish.ERROR}
+    assert {r.finish for r in mortal.results(keys)} == {Finish.ERROR}
     assert mortal.replica.running == 0
     assert mortal.replica.state is not ReplicaState.READY
     late = mortal.submit([ask()])
-    assert mortal.results(late, 20)[0].finish is Finish.ERROR
+    assert mortal.results(late)[0].finish is Finish.ERROR
     ready = threading.Event()
-    for _ in range(1200):
+    for _ in range(6000):
         if mortal.replica.state is ReplicaState.READY:
             break
         ready.wait(0.1)
@@ -172,7 +172,7 @@ def test_two_replicas_behind_a_router(tiny: Path) -> None:
         keys = live.submit([ask([n + 2], n=1900) for n in range(10)])
         live.wait(keys, lambda r: len(r.tokens) > 2)
         os.kill(first.pids()[0], signal.SIGKILL)
-        live.wait(keys, lambda r: r.finish is not Finish.NONE, 60)
+        live.wait(keys, lambda r: r.finish is not Finish.NONE)
         assert sorted(r.finish.name for r in live.results(keys)) == ["ERROR"] * 5 + ["LENGTH"] * 5
         assert live.replica.state is ReplicaState.READY
         assert len(live.generate(ask(n=5))[0].tokens) == 5
