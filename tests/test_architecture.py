@@ -19,7 +19,6 @@ MAX_LINES = 350
 UNMIRRORED = {
     "engine/interface.py": "typing.Protocol only; check_request is tested through every engine",
     "protocol/events.py": "dataclasses and typing.Protocol only",
-    "messages.py": "structs only",
     "choice.py": "data only; exchange and steps have the rules",
 }
 
