@@ -3,6 +3,7 @@
 //   cancel   block 1 is closed with CANCEL at its first octet; block 0 is then fetched again by its path
 //   silent   nobody listens for pushes: node throws them away
 //   off      push is switched off in SETTINGS
+//   last     as take, without a second request
 // Prints {push, main, blocks, fetched, second}: the header, the main body, bodies by path, and a second request's status.
 import http2 from "node:http2";
 
@@ -42,8 +43,10 @@ if (mode === "cancel") {
   const path = Object.keys(result.blocks).find((name) => name.endsWith("/0"));
   result.fetched = await read(session.request({ ":path": path }));
 }
-const second = session.request({ ":path": "/health" });
-second.on("response", (head) => (result.second = head[":status"]));
-await read(second);
+if (mode !== "last") {
+  const second = session.request({ ":path": "/health" });
+  second.on("response", (head) => (result.second = head[":status"]));
+  await read(second);
+}
 session.close();
 console.log(JSON.stringify(result));

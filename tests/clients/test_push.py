@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
+import subprocess
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from h2.connection import H2Connection
 from h2.events import DataReceived, PushedStreamReceived, ResponseReceived, StreamEnded
 
 from tests.clients.asking import HERE, SOON_S, chat, eventually, gauge, node, program, run, running, said
-from tests.support import ROOT, Server
+from tests.support import ROOT, STOP_TIMEOUT_S, Server
 
 ASK: dict[str, Any] = {"n": 2, "stream_options": {"include_usage": True}}
 HEADERS = ("-H", "content-type: application/json", "-H", "evap-push: blocks")
@@ -151,6 +153,17 @@ def test_node_with_push_switched_off(paced: Server) -> None:
     answer = node("push.mjs", paced.url, "off", BODY.decode())
     assert answer["push"] == "off"
     check_inline(answer["main"])
+
+
+def test_a_drain_finishes_what_is_pushed(start_server: Callable[..., Server]) -> None:
+    server = start_server("--synthetic-step-ms", "10")
+    command = [program("node"), str(HERE / "push.mjs"), server.url, "last", BODY.decode()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        eventually(running(server, 2), "the request did not reach the engine")
+        server.process.send_signal(signal.SIGTERM)
+        answer = json.loads(client.communicate(timeout=SOON_S)[0])
+    check_pushed(answer["main"], answer["blocks"])
+    assert server.process.wait(STOP_TIMEOUT_S) == 0
 
 
 @pytest.mark.parametrize("option", ["", "off"])
