@@ -72,6 +72,7 @@ class ProtocolConfig:
     large_body_bytes: int = opt(
         1 << 20, "larger request bodies are parsed and tokenized in a process of their own; 0: never", low=0
     )
+    large_body_queue: int = opt(64, "large bodies that may wait to be parsed (503 beyond)", low=1)
     stream_buffer_bytes: int = opt(64 << 10, "unread bytes held for a slow reader before its tokens coalesce", low=1024)
     coalesce_ms: float = opt(
         0.0, "hold tokens for so long that several go out in one write; 0: each step at once", low=0

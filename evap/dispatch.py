@@ -26,12 +26,11 @@ from evap.errors import (
     EvapError,
     InternalError,
     NotFound,
-    RateLimited,
     echo,
 )
 from evap.exchange import Exchange, Input, State
 from evap.identity import Identity
-from evap.intake.helper import Intake
+from evap.intake.helper import QUEUE_FULL, Intake
 from evap.large import LargeRequests
 from evap.messages import ParsedRequest, Prompt, ReplicaState, SamplingParams
 from evap.metering.accounts import Account
@@ -48,12 +47,13 @@ from evap.steps import Steps
 from evap.upkeep import Upkeep
 from evap.waiting import INLINE_BODY_BYTES, WaitingRoom, flow_of
 
-#: RateLimited.code -> the limit of a key, as it is counted
-_KEY_LIMITS: Final = {
+#: an error's code -> the limit, as it is counted
+_LIMIT_OF: Final = {
     "too_many_streams": "key_streams", "rate_limit_exceeded": "key_rate", "insufficient_quota": "key_budget",
+    QUEUE_FULL: "large_queue",
 }  # fmt: skip
 #: The names of all limits of this side of the wire: a closed list.
-LIMITS: Final = (SHARE, FULL, PUSHED, "deadline", "ttft", *_KEY_LIMITS.values())
+LIMITS: Final = (SHARE, FULL, PUSHED, "deadline", "ttft", *_LIMIT_OF.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +226,8 @@ class Dispatch:
             self._refuse(exchange, InternalError("the request could not be prepared"))
 
     def note(self, error: EvapError) -> None:
-        """Count the limit of a key that has refused something."""
-        if isinstance(error, RateLimited) and (limit := _KEY_LIMITS.get(error.code or "")) is not None:
+        """Count the limit that has refused something, where nobody else does."""
+        if (limit := _LIMIT_OF.get(error.code or "")) is not None:
             self.limits[limit] += 1
 
     def _refuse(self, exchange: Exchange, error: EvapError) -> None:

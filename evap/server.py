@@ -200,7 +200,8 @@ class Server:
         if not self.config.protocol.large_body_bytes or not hasattr(os, "memfd_create"):
             return None
         structured = built.engine == "vllm"
-        return Intake(Boot(built.path, engine.token_cache_mb, engine.max_choices, structured))
+        boot = Boot(built.path, engine.token_cache_mb, engine.max_choices, structured)
+        return Intake(boot, self.config.protocol.large_body_queue)
 
     # What dispatch asks of the loop
 

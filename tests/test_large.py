@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from evap.engine.synthetic_text import SyntheticText
-from evap.errors import ContextOverflow, Draining, InternalError, InvalidRequest, NotFound, RateLimited
+from evap.errors import ContextOverflow, Draining, InternalError, InvalidRequest, NotFound, Overloaded, RateLimited
 from evap.exchange import State
-from evap.intake.helper import Job
+from evap.intake import wire
+from evap.intake.helper import Intake, Job
 from evap.large import LargeRequests
 from evap.messages import Prompt
 from evap.protocol.api.router import dialects
@@ -141,6 +142,17 @@ def test_a_full_house_refuses_before_and_after_parsing() -> None:
     assert [type(e) for e in house.refused] == [RateLimited]
     with pytest.raises(RateLimited):
         house.post()
+
+
+def test_a_full_line_of_large_bodies_is_counted(house: Large, monkeypatch: pytest.MonkeyPatch) -> None:
+    intake = Intake(wire.Boot("", 0, 1, False), most=1)
+    monkeypatch.setattr(intake, "_next", lambda: None)
+    monkeypatch.setattr(house.intake, "parse", intake.parse)
+    house.post()
+    with pytest.raises(Overloaded) as caught:
+        house.post()
+    house.dispatch.note(caught.value)
+    assert house.dispatch.limits["large_queue"] == 1
 
 
 def test_what_is_wrong_with_the_prompt_is_answered(house: Large) -> None:

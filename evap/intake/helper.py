@@ -25,8 +25,8 @@ from evap.messages import ParsedRequest, Prompt
 from evap.protocol.spool import Spool
 
 logger = logging.getLogger("evap.intake")
-#: Jobs that may wait; their bodies count for --max-buffered-body-bytes.
-MAX_WAITING: Final = 64
+#: Overloaded.code where no more jobs may wait
+QUEUE_FULL: Final = "large_queue_full"
 #: A prompt of fewer ids becomes a list, as prompts of small bodies are; a longer one stays where it is.
 LIST_IDS: Final = 4096
 _GRACE_S: Final = 2.0
@@ -46,10 +46,11 @@ class Job:
 
 
 class Intake:
-    """The process, or none, and who waits for it."""
+    """The process, or none, and who waits for it: `most` jobs, whose bodies count for --max-buffered-body-bytes."""
 
-    def __init__(self, boot: wire.Boot, *, module: str = "evap.intake.worker") -> None:
+    def __init__(self, boot: wire.Boot, most: int = 64, *, module: str = "evap.intake.worker") -> None:
         self._boot = boot
+        self._most = most
         self._module = module
         self._waiting: deque[Job] = deque()
         self._current: Job | None = None
@@ -66,8 +67,9 @@ class Intake:
 
     def parse(self, spool: Spool, dialect: str, done: Callable[[ParsedRequest | Exception], None]) -> Job:
         """`done` gets the request without its prompt, or an error. Raises Overloaded."""
-        if len(self._waiting) >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} large requests are waiting; try again later", retry_after_s=1)
+        if len(self._waiting) >= self._most:
+            text = f"{self._most} large requests are waiting; try again later"
+            raise Overloaded(text, code=QUEUE_FULL, retry_after_s=1)
         job = Job(spool, dialect, done)
         self._waiting.append(job)
         self._next()

@@ -50,9 +50,9 @@ BAD: dict[str, tuple[str, bytes]] = {
 class Home:
     """An Intake and what its jobs came to."""
 
-    def __init__(self, module: str = "evap.intake.worker") -> None:
+    def __init__(self, most: int = 64, module: str = "evap.intake.worker") -> None:
         self.shared = Shared()
-        self.intake = Intake(BOOT, module=module)
+        self.intake = Intake(BOOT, most, module=module)
 
     def spool(self, body: bytes) -> Spool:
         self.shared.body_bytes += len(body)
@@ -207,11 +207,9 @@ def test_a_system_that_starts_no_process_fails_its_jobs(monkeypatch: pytest.Monk
     asyncio.run(run())
 
 
-def test_what_may_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helper, "MAX_WAITING", 2)
-
+def test_what_may_wait_is_bounded() -> None:
     async def run() -> None:
-        async with home() as it:
+        async with home(most=2) as it:
             jobs = [it.start("chat", b"{}")[0] for _ in range(3)]
             refused = it.spool(b"{}")
             with pytest.raises(Overloaded):
