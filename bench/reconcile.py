@@ -75,7 +75,7 @@ def sums(rows: list[Record]) -> dict[str, int]:
 def engine_says(folder: Path) -> int | None:
     """Tokens that the engine has sampled in this life of the server, by its own page; None if it has none."""
     found = None
-    for path in folder.glob(counters.PREFIX + "*"):
+    for path in counters.files(folder):
         memory = map_page_file(path)[0]
         reader = PageReader(memory)
         line = reader.step_line()

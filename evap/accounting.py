@@ -286,8 +286,10 @@ class Accounting:
             self.recent.pop(self._order.popleft(), None)
 
     def tick(self, open_exchanges: Sequence[Exchange]) -> None:
-        """About once a second: what answers without slots have delivered by now, to slow readers."""
+        """About once a second: what answers without slots have delivered by now, to slow readers; late counts."""
         self._wall_offset_ns = self._wall_ns() - self._now_ns()
+        if self.pages is not None:
+            self.pages.look_again()
         if self.table is not None:
             for exchange in open_exchanges:
                 if exchange.account.entry >= 0 and all(c.released for c in exchange.choices):

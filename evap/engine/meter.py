@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+logger = logging.getLogger("evap.engine.meter")
 #: page: path of the page's file; module, build_module, device_module: who writes it
 Spec: TypeAlias = dict[str, str]
 Ints: TypeAlias = npt.NDArray[np.int32]
@@ -34,15 +36,21 @@ def map_file(path: str | Path) -> mmap.mmap:
 def open_writer(spec: Spec, device: str, now_ns: Callable[[], int], *, tensors: bool = False) -> Any | None:
     """Kernels on a GPU, their host build elsewhere, numpy without a compiler.
 
-    tensors: tokens will come as the device's own tensors; then nobody else can count on a GPU without CuPy: None.
+    tensors: tokens will come as the device's own tensors; then nobody but the kernels can count them, and where those
+    cannot run (no CuPy, a driver that does not map the page) the result is None.
     """
     page = map_file(spec["page"])
     if device == "cuda":
         reader = importlib.import_module(spec["device_module"])
-        if not reader.unavailable():
-            meter = reader.DeviceMeter(page, reader.PinnedMemory(page).device_pointer)
-            meter.calibrate(now_ns())
-            return meter
+        reason = reader.unavailable()
+        try:
+            if not reason:
+                meter = reader.DeviceMeter(page, reader.PinnedMemory(page).device_pointer)
+                meter.calibrate(now_ns())
+                return meter
+        except (RuntimeError, OSError) as error:
+            reason = str(error)
+        logger.warning("no kernel counts tokens on this GPU: %s", reason)
         if tensors:
             return None
     writers, build = importlib.import_module(spec["module"]), importlib.import_module(spec["build_module"])
@@ -70,6 +78,8 @@ class StepMeter:
         self._writer = open_writer(spec, device, now_ns) if spec is not None else None
         self._now_ns = now_ns
         self._stream = stream_of(self._writer)
+        # Kernels: tens of us, so that the page has the step before the ring does.
+        self._wait: Callable[[], object] = getattr(self._writer, "synchronize", lambda: None)
 
     def begin(self, joins: Sequence[tuple[int, int, int, int, int, int]]) -> None:
         """joins: (slot, generation, prompt tokens, those that were cached, most tokens, end token or -1) of each."""
@@ -85,3 +95,4 @@ class StepMeter:
                 self._writer.step(
                     np.array(slots, np.int32), table, np.array(counts, np.int32), self._now_ns(), ring=False
                 )
+                self._wait()

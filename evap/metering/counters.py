@@ -5,8 +5,10 @@ holds a generation's final record finds all of it there, and a token that was sa
 of it or not: `computed` of an account is the page's. What came through the ring or a message can be compared with it
 (`final`): fewer tokens in the page than came is a fault of ours, and so are more, unless the engine died or runs ahead.
 
-With a data directory the pages are files in it, and outlive a kill -9 (`left_behind`); without one they are anonymous
-memory. Each start makes new files: an engine that outlives its server for a moment writes where nobody looks any more.
+With a data directory the pages are files, and outlive a kill -9 (`Left`): in it, or on a machine with an NVIDIA GPU in
+/dev/shm under the directory's device and inode, because a driver pins no page of a file that is written back to a disk.
+Without one they are anonymous memory. Each start makes new files: an engine that outlives its server for a moment
+writes where nobody looks any more.
 An engine that writes no page (the synthetic one, whose count is the loop's own) has none here.
 """
 
@@ -25,6 +27,8 @@ from evap.metering.page import PageReader, Row, format_page, map_page_file, open
 
 logger = logging.getLogger("evap.counters")
 PREFIX: Final = "counters-"
+SHM: Final = Path("/dev/shm")  # noqa: S108 - memory that outlives a process
+GPU: Final = Path("/dev/nvidiactl")
 #: What an engine's process imports to write its page; engines are blind to this package, so it is told them by name.
 WRITERS: Final = {
     "module": "evap.metering.writer",
@@ -51,21 +55,24 @@ class Counters:
         """Raises OSError."""
         self.mismatches = 0  #: generations of which the page and the tokens that came say different things
         self._ahead, self._epoch_ns = ahead, now_ns
+        self._doubts: list[tuple[int, int, int, Finish]] = []
         self._fds: list[int] = []
         self._memories: list[mmap.mmap] = []
         self._readers: list[PageReader] = []
         self.specs: list[dict[str, str]] = []  #: for each engine: what it is told
+        for path in files(folder) if folder is not None else ():
+            path.unlink()
         for number in range(engines):
-            memory, path = self._make(folder, number, slots)
+            memory, place = self._make(folder, number, slots)
             format_page(memory, slots, epoch_device_ns=now_ns, epoch_unix_ns=unix_ns)
             self._memories.append(memory)
             self._readers.append(PageReader(memory))
-            self.specs.append({**WRITERS, "page": path})
+            self.specs.append({**WRITERS, "page": place})
 
     def _make(self, folder: Path | None, number: int, slots: int) -> tuple[mmap.mmap, str]:
         if folder is not None:
-            path = folder / f"{PREFIX}{number}"
-            path.unlink(missing_ok=True)
+            path = _homes(folder)[GPU.exists() and os.access(SHM, os.W_OK)] / f"{PREFIX}{number}"
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             return open_page_file(path, slots), str(path)
         fd = os.memfd_create(f"evap-{PREFIX}{number}", os.MFD_CLOEXEC)
         self._fds.append(fd)
@@ -87,17 +94,35 @@ class Counters:
         """
         row = self.row(slot, generation)
         counted = row.computed if row is not None else 0
-        excess_is_fine = self._ahead or finish is Finish.ERROR
-        if counted != given and self.progress and not (counted > given and excess_is_fine):
-            self.mismatches += 1
-            logger.error(
-                "slot %d, generation %d: the engine counts %d tokens, %d came (%s)", slot, generation, counted, given,
-                finish.name,
-            )  # fmt: skip
+        if counted != given and self.progress:
+            self._differ(slot, generation, counted, given, finish)
         if row is None:
             return None
         first_ns, last_ns = (self._epoch_ns + us * 1000 if us else 0 for us in (row.first_us, row.last_us))
         return Counted(max(counted, given), row.steps, first_ns, last_ns)
+
+    def _differ(self, slot: int, generation: int, counted: int, given: int, finish: Finish) -> None:
+        if counted > given and (self._ahead or finish is Finish.ERROR):
+            return
+        if counted < given and self._ahead:  # its worker counts beside the way of the tokens: it may be late
+            self._doubts.append((slot, generation, given, finish))
+        else:
+            self._complain(slot, generation, counted, given, finish)
+
+    def look_again(self) -> None:
+        """About once a second: whether what was short is there by now. Slots that have a new user are let go."""
+        doubts, self._doubts = self._doubts, []
+        for slot, generation, given, finish in doubts:
+            row = self.row(slot, generation)
+            if row is not None and row.computed < given:
+                self._complain(slot, generation, row.computed, given, finish)
+
+    def _complain(self, slot: int, generation: int, counted: int, given: int, finish: Finish) -> None:
+        self.mismatches += 1
+        logger.error(
+            "slot %d, generation %d: the engine counts %d tokens, %d came (%s)", slot, generation, counted, given,
+            finish.name,
+        )  # fmt: skip
 
     @property
     def progress(self) -> int:
@@ -115,12 +140,23 @@ class Counters:
         self._readers, self._memories, self._fds = [], [], []
 
 
+def _homes(folder: Path) -> tuple[Path, Path]:
+    """Where the pages of a data directory may be."""
+    info = folder.stat()
+    return folder, SHM / f"evap-{info.st_dev:x}-{info.st_ino:x}"
+
+
+def files(folder: Path) -> list[Path]:
+    """The pages of a data directory."""
+    return sorted(path for home in _homes(folder) for path in home.glob(PREFIX + "*"))
+
+
 class Left:
     """Pages that a killed server's engines left. A row whose writer died in it has each count as of its last step."""
 
     def __init__(self, folder: Path) -> None:
         self._pages: list[tuple[Any, PageReader]] = []
-        for path in sorted(folder.glob(PREFIX + "*")):
+        for path in files(folder):
             try:
                 memory = map_page_file(path)[0]
             except (OSError, ValueError) as error:

@@ -137,6 +137,10 @@ class DeviceMeter:
         pointers = [0 if a is None else a.data.ptr for a in self._batch]
         self.launch(pointers[0], pointers[1], pointers[2], rows, width, wide=wide, ring=ring)
 
+    def synchronize(self) -> None:
+        """Wait until the current stream has come so far: what was launched on it is in the page."""
+        self._cupy.cuda.get_current_stream().synchronize()
+
     def launch(
         self, slots: int, tokens: int, counts: int, rows: int, width: int, *, wide: bool, ring: bool = True
     ) -> None:

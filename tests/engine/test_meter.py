@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from evap.engine import meter as meter_module
 from evap.engine.meter import StepMeter, open_writer
 from evap.metering import build
 from evap.metering.counters import Counters
@@ -75,3 +77,43 @@ def test_a_gpu_with_cupy(pages: Counters, monkeypatch: pytest.MonkeyPatch) -> No
     writer = open_writer({**pages.specs[0], "device_module": "a_device"}, "cuda", lambda: 5)
     assert isinstance(writer, DeviceMeter)
     assert calls == [77, 5]
+
+
+def test_a_driver_that_does_not_map_the_page(
+    pages: Counters, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It costs the kernels, not the engine."""
+
+    def refuse(page: object) -> object:
+        raise RuntimeError("the CUDA driver cannot map host memory into the device: error 1")
+
+    module = SimpleNamespace(unavailable=lambda: "", DeviceMeter=None, PinnedMemory=refuse)
+    monkeypatch.setitem(sys.modules, "a_device", module)
+    spec = {**pages.specs[0], "device_module": "a_device"}
+    assert isinstance(open_writer(spec, "cuda", lambda: 0), (CompiledMeter, NumpyMeter))
+    assert open_writer(spec, "cuda", lambda: 0, tensors=True) is None
+    assert "cannot map" in caplog.text
+
+
+def test_the_ring_does_not_overtake_the_kernels(pages: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class DeviceMeter:
+        def __init__(self, *_: object) -> None:
+            self.calibrate = self.begin = self.step = self._note
+
+        def _note(self, *_: object, **__: object) -> None:
+            calls.append("launched")
+
+        def synchronize(self) -> None:
+            calls.append("waited")
+
+    module = SimpleNamespace(
+        unavailable=lambda: "", DeviceMeter=DeviceMeter, PinnedMemory=lambda page: SimpleNamespace(device_pointer=1)
+    )
+    monkeypatch.setitem(sys.modules, "a_device", module)
+    monkeypatch.setattr(meter_module, "_cuda_stream", contextlib.nullcontext)
+    meter = StepMeter({**pages.specs[0], "device_module": "a_device"}, "cuda", lambda: 0)
+    meter.begin([])
+    meter.step([1], [2], [True])
+    assert calls == ["launched", "launched", "launched", "waited"]

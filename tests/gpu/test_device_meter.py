@@ -88,7 +88,7 @@ def test_a_reader_in_the_same_process_copies_device_memory() -> None:
         for one in both:
             one.begin(joins, EPOCH_NS)
             one.step(slot_of, tokens, counts, EPOCH_NS)
-    cupy.cuda.get_current_stream().synchronize()
+    meter.synchronize()
     reader.wait()
     assert reader.heartbeat() == 20
     for slot, account in reference.accounts.items():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evap.messages import Finish
-from evap.metering import layout
+from evap.metering import counters, layout
 from evap.metering.counters import Counted, Counters, Left
 from evap.metering.page import map_page_file
 from evap.metering.writer import Join, NumpyMeter
@@ -79,6 +79,7 @@ def test_what_does_not_agree_is_said(
     counted = pages.final(0, 0, given, finish)
     assert counted is not None
     assert counted.computed == max(4, given)
+    pages.look_again()
     assert pages.mismatches == wrong
     assert ("the engine counts 4 tokens" in caplog.text) == bool(wrong)
     pages.close()
@@ -92,6 +93,21 @@ def test_an_engine_that_does_not_meter_is_not_blamed(pages: Counters) -> None:
     assert pages.mismatches == 1, "but one that does is"
     assert pages.final(0, 1, 0, Finish.CANCELLED) is None, "cancelled before it ran"
     assert pages.mismatches == 1
+
+
+def test_a_worker_that_counts_late_is_not_blamed(tmp_path: Path) -> None:
+    """vLLM's counts beside the way of the tokens."""
+    pages = make(tmp_path, ahead=True)
+    engine = Engine(pages.specs[0])
+    engine.run(1, 3, 4)
+    assert pages.final(1, 3, 5, Finish.LENGTH) is not None
+    engine.meter.step(np.array([1], np.int32), np.array([[7]], np.int32), None, engine.now_ns, ring=False)
+    pages.look_again()
+    assert pages.final(1, 3, 6, Finish.LENGTH) is not None
+    engine.run(1, 4, 1)  # the slot has a new user
+    pages.look_again()
+    assert pages.mismatches == 0
+    pages.close()
 
 
 def test_each_engine_has_a_page(tmp_path: Path) -> None:
@@ -140,6 +156,28 @@ def test_a_row_in_which_the_engine_was_killed_still_counts(tmp_path: Path) -> No
     assert row is not None
     assert row.computed == 4
     left.close()
+
+
+def test_beside_a_gpu_the_page_is_in_memory_that_can_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, shm = tmp_path / "data", tmp_path / "shm"
+    folder.mkdir()
+    shm.mkdir()
+    make(folder).close()
+    monkeypatch.setattr(counters, "GPU", tmp_path)
+    monkeypatch.setattr(counters, "SHM", shm)
+    pages = make(folder)
+    assert not list(folder.iterdir()), "the one of a start without a GPU is gone"
+    assert shm in Path(pages.specs[0]["page"]).parents
+    Engine(pages.specs[0]).run(1, 3, 2)
+    pages.close()
+    left = Left(folder)
+    assert left.row(1, 3) is not None
+    left.close()
+    other = tmp_path / "other"
+    other.mkdir()
+    stranger = Left(other)
+    assert stranger.row(1, 3) is None
+    stranger.close()
 
 
 def test_files_that_are_no_pages_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
