@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -82,6 +83,11 @@ def lives(folder: Path, log: Path, number: int, seed: int) -> list[Client]:
         for client in clients:
             client.start()
         threading.Event().wait(random.Random(seed + number).uniform(0.05, 0.5))
+        # Stopped first, so that clients can read what was handed over: a kill may reset connections and lose the rest.
+        server.process.send_signal(signal.SIGSTOP)
+        seen = -1
+        while seen != (seen := sum(client.received.total() for client in clients)):
+            threading.Event().wait(0.2 * TIME_FACTOR)
     finally:
         server.kill()
     for client in clients:
