@@ -13,7 +13,7 @@ import h2.config
 import h2.connection
 import h2.events
 import h2.settings
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evap.app import App
@@ -107,6 +107,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=30)
 @given(window=st.integers(0, 5000), n=st.integers(1, 3), actions=ACTIONS)
+@example(window=0, n=1, actions=[("initial", 689), ("steps", 1), ("initial", 0), ("steps", 1)])  # below zero
 def test_rows_and_the_slow_path_agree(window: int, n: int, actions: list[tuple[Any, ...]]) -> None:
     pair = Pair(window)
     usage = {"include_usage": True}

@@ -274,7 +274,8 @@ class RowTable:
         if steps:
             np.subtract.at(self.window, plan.cells, plan.charges * steps)
             np.add.at(self._delivered, plan.slots, steps)
-        plan.left = int((self.window[plan.cells] // plan.need).min())
+        # RFC 9113 6.9.2: SETTINGS may have made a window negative.
+        plan.left = max(0, int((self.window[plan.cells] // plan.need).min()))
 
     def _whole_slots(self, slots: IntArray, ok: BoolArray) -> None:
         """Rule 2: one bad record takes all records of its slot with it."""
