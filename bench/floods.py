@@ -83,15 +83,15 @@ class Victim:
 
 
 @contextlib.contextmanager
-def victim(name: str) -> Iterator[Victim]:
+def victim(name: str, connections: int = CONNECTIONS, streams: int = STREAMS) -> Iterator[Victim]:
     port = free_port()
     process = Process([part.format(port=port) for part in SERVERS[name]], env={"STEP_MS": f"{STEP_MS}"})
     its = Victim(name, process, port, fork.Array("d", 3, lock=False))
-    client = fork.Process(target=honest, args=(port, CONNECTIONS, STREAMS, CLIENT_CORE, its.totals, its.stop))
+    client = fork.Process(target=honest, args=(port, connections, streams, CLIENT_CORE, its.totals, its.stop))
     try:
         process.wait_port(port)
         client.start()
-        while its.totals[0] < CONNECTIONS * STREAMS * 10:
+        while its.totals[0] < connections * streams * 10:
             if not client.is_alive():
                 raise RuntimeError(f"the honest clients of {name} ended")
             time.sleep(0.05)

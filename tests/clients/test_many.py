@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.clients.asking import SOON_S, chat, eventually, gauge, program, running, said, text_of
@@ -138,3 +141,37 @@ def test_sigterm_with_50_streams(start_server: Callable[..., Server]) -> None:
     assert (f.GOAWAY, 0) in kinds
     peer.socket.close()
     assert server.process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_scanners(start_server: Callable[..., Server]) -> None:
+    """vllm issue 44486: whatever a scanner sends, the server serves on, and only its own port listens."""
+    server = start_server(
+        "--synthetic-step-ms", "0", "--preface-timeout", "0.5", "--header-timeout", "0.5", "--idle-timeout", "1"
+    )
+    chance = random.Random(86)
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+    openings = (
+        b"",
+        b"GET / HTTP/1.1\r\n",
+        f.PREFACE,
+        f.hello(),
+        hello,
+        b"SSH-2.0-x\r\n",
+        b"\x00" * 16,
+        b"*1\r\n$4\r\nPING",
+    )
+    with contextlib.ExitStack() as opened:
+        for number in range(80):
+            wire = socket.create_connection((server.host, server.port), SOON_S)
+            opened.enter_context(wire)
+            with contextlib.suppress(ConnectionError):
+                wire.sendall(openings[number % len(openings)] + chance.randbytes(chance.choice((0, 1, 30, 3000))))
+        answer = httpx.post(f"{server.url}/v1/chat/completions", headers=JSON, content=chat("fine", 30), timeout=SOON_S)
+        assert text_of(answer.content) == said("fine", 30)
+        eventually(lambda: gauge(server, "evap_connections") <= 1, "scanners are still connected")
+    assert "Traceback" not in server.log
+    process = psutil.Process(server.process.pid)
+    ports = {
+        c.laddr.port for p in (process, *process.children(True)) for c in p.net_connections() if c.status == "LISTEN"
+    }
+    assert ports == {server.port}
