@@ -204,7 +204,7 @@ class CupyReader:
     def __init__(self, page_pointer: int, slots: int) -> None:
         self._cupy = _cupy()
         self._pointer = page_pointer
-        self._bytes = layout.host_rows_word(slots) * 8
+        self._bytes = layout.page_bytes(slots)
         self._stream = self._cupy.cuda.Stream(non_blocking=True)
         self._event = self._cupy.cuda.Event()
         self._pinned = [self._cupy.cuda.alloc_pinned_memory(layout.page_bytes(slots)) for _ in range(2)]

@@ -6,8 +6,8 @@ All words are little-endian u64 at their natural alignment.
                 page's time zero, a nonce of this boot
     byte 128    step line, by the engine after every step: see STEP_FIELDS
     byte 256    engine rows, 64 bytes a slot, by the engine: see ROW_FIELDS
-    then        host rows, 64 bytes a slot, by the loop: see HOST_FIELDS
-    then        notes, 256 bytes a slot, by the loop when a slot is taken: whose exchange it is (see `page.py`)
+
+Whose exchange a slot belongs to, and what of it left the server, is in the loop's own table (`opened.py`).
 
 Words of the step line and of rows are `tag << 48 | value`: a 16-bit tag, 1..65535 in turn, and a 48-bit value. A writer
 gives all eight words of a line the next tag; a reader takes a line only if the eight tags agree. So no line can be read
@@ -16,7 +16,7 @@ look. A tag is never 0: zeroed memory holds no line. A line has one writer; its 
 
 Order is needed in two places. Whoever sees step N in the step line sees every row as of step N, or later: the engine
 puts a fence before the step line. And a writer that dies in a line has written word 0 last, so that words of two
-generations are never taken for one (`PageReader.survivors`); this rests on the order of stores of x86 or of a kernel
+generations are never taken for one (`PageReader.last_row`); this rests on the order of stores of x86 or of a kernel
 that ran to its end.
 """
 
@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 
 PAGE_MAGIC: Final = int.from_bytes(b"EVAPPAGE", "little")
-PAGE_VERSION: Final = 1
+PAGE_VERSION: Final = 2
 LINE_WORDS: Final = 8
 LINE_BYTES: Final = 64
 VALUE_BITS: Final = 48
@@ -42,7 +42,6 @@ WORD_EPOCH_UNIX_NS: Final = 3
 WORD_NONCE: Final = 4
 WORD_STEP_LINE: Final = 16
 WORD_ROWS: Final = 32
-NOTE_BYTES: Final = 256
 
 #: step: steps since the page was made (the heartbeat). records: head of the ring. computed, emitted: tokens, all slots.
 #: begin_us, end_us: of the last step, since time zero. busy_us: sum of step times. rows: rows of the last step.
@@ -50,12 +49,6 @@ STEP_FIELDS: Final = ("step", "records", "computed", "emitted", "begin_us", "end
 #: state: generation | finish << 16 (see messages.Finish). prompt, cached: tokens. computed: tokens sampled; emitted: of
 #: those, up to the end token or the limit. first_us, last_us: of tokens, since time zero. steps: that it took part in.
 ROW_FIELDS: Final = ("state", "prompt", "cached", "computed", "emitted", "first_us", "last_us", "steps")
-#: state: generation | phase << 16 (FREE, OPEN, SETTLED). emitted: after stop strings; delivered: accepted by the
-#: transport. opened_us, closed_us: since time zero.
-HOST_FIELDS: Final = ("state", "emitted", "delivered", "opened_us", "closed_us", "spare_1", "spare_2", "spare_3")
-PHASE_FREE: Final = 0
-PHASE_OPEN: Final = 1
-PHASE_SETTLED: Final = 2
 
 #: What a slot starts with, int32 each: the columns of `meter_begin`'s list. eos -1: none. limit: most tokens emitted.
 JOIN_FIELDS: Final = ("slot", "generation", "prompt", "cached", "limit", "eos")
@@ -78,17 +71,12 @@ def page_bytes(slots: int) -> int:
     """Bytes of a counters page. Raises ValueError for a slot count out of range."""
     if not 1 <= slots <= MAX_SLOTS:
         raise ValueError(f"{slots} slots are not in 1..{MAX_SLOTS}")
-    return WORD_ROWS * 8 + slots * (2 * LINE_BYTES + NOTE_BYTES)
+    return page_words(slots) * 8
 
 
-def host_rows_word(slots: int) -> int:
-    """First word of the host rows."""
+def page_words(slots: int) -> int:
+    """Words of a page: up to the end of the engine rows."""
     return WORD_ROWS + slots * LINE_WORDS
-
-
-def notes_byte(slots: int) -> int:
-    """First byte of the notes."""
-    return (WORD_ROWS + 2 * slots * LINE_WORDS) * 8
 
 
 def next_tag(tag: int) -> int:

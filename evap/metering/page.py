@@ -1,4 +1,4 @@
-"""The counters page in memory that the host can see: making it, reading it, and the loop's own rows and notes.
+"""The counters page in memory that the host can see: making it, and reading it.
 
 The engine's rows come from `writer.py` or from the device. Reading is safe at any moment, in any process that maps the
 page: a line whose eight tags differ is being written, and is looked at again. See `layout.py`.
@@ -12,7 +12,6 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,6 @@ _LOOKS: Final = 64
 _VALUE: Final = np.uint64(layout.VALUE_MASK)
 _VALUE_BITS: Final = np.uint64(layout.VALUE_BITS)
 _LINE: Final = struct.Struct(f"{layout.LINE_WORDS}Q")  # native: one load a word
-_NOTE_HEAD: Final = 8  # crc32 of the rest, u16 generation, u16 length
-MAX_NOTE_BYTES: Final = layout.NOTE_BYTES - _NOTE_HEAD
 
 
 class StepLine(NamedTuple):
@@ -53,26 +50,6 @@ class Row(NamedTuple):
     first_us: int
     last_us: int
     steps: int
-
-
-class HostRow(NamedTuple):
-    """What the loop counted for a slot; fields as layout.HOST_FIELDS, `state` taken apart."""
-
-    generation: int
-    phase: int
-    emitted: int
-    delivered: int
-    opened_us: int
-    closed_us: int
-
-
-class Survivor(NamedTuple):
-    """A slot that was open when its process died. row: None if the engine never wrote one of this generation."""
-
-    slot: int
-    note: bytes
-    host: HostRow
-    row: Row | None
 
 
 def open_page_file(path: Path, slots: int) -> mmap.mmap:
@@ -138,7 +115,6 @@ class PageReader:
         self._memory = memoryview(memory).cast("B")[: layout.page_bytes(self.slots)]
         self._cells = self._memory.cast("Q")
         self._table = _words(memory, len(self._cells))
-        self._host = layout.host_rows_word(self.slots)
 
     @property
     def nonce(self) -> int:
@@ -169,16 +145,9 @@ class PageReader:
         """The generation that the row is of, in one load; 0 also for a row that was never written."""
         return self._cells[layout.WORD_ROWS + slot * layout.LINE_WORDS] & 0xFFFF
 
-    def host_row(self, slot: int) -> HostRow | None:
-        return self._host_row(slot, self._line)
-
     def _row(self, slot: int, read: Callable[[int], list[int] | None]) -> Row | None:
         line = read(layout.WORD_ROWS + slot * layout.LINE_WORDS)
         return Row(line[0] & 0xFFFF, line[0] >> 16 & 0xFF, *line[1:]) if line is not None else None
-
-    def _host_row(self, slot: int, read: Callable[[int], list[int] | None]) -> HostRow | None:
-        line = read(self._host + slot * layout.LINE_WORDS)
-        return HostRow(line[0] & 0xFFFF, line[0] >> 16 & 0xFF, *line[1:5]) if line is not None else None
 
     def _line(self, at: int) -> list[int] | None:
         for _ in range(_LOOKS):
@@ -199,88 +168,13 @@ class PageReader:
 
         A row that is not whole was never written or is being written: keep what an earlier look gave.
         """
-        table = self._table[layout.WORD_ROWS : self._host].reshape(self.slots, layout.LINE_WORDS)
+        table = self._table[layout.WORD_ROWS :].reshape(self.slots, layout.LINE_WORDS)
         words = np.ascontiguousarray(table.T)  # one u64 at a time: the read is strided
         tags = words >> _VALUE_BITS
         return (words & _VALUE).T, (tags == tags[0]).all(axis=0) & (tags[0] > 0)
-
-    def note(self, slot: int, generation: int) -> bytes | None:
-        """The note that was left when the slot was taken; None if it is another generation's or not whole."""
-        at = layout.notes_byte(self.slots) + slot * layout.NOTE_BYTES
-        data = bytes(self._memory[at : at + layout.NOTE_BYTES])
-        size = int.from_bytes(data[6:8], "little")
-        if size > MAX_NOTE_BYTES or crc32(data[4 : _NOTE_HEAD + size]) != int.from_bytes(data[:4], "little"):
-            return None
-        if int.from_bytes(data[4:6], "little") != generation:
-            return None
-        return data[_NOTE_HEAD : _NOTE_HEAD + size]
-
-    def survivors(self) -> list[Survivor]:
-        """What was open, for settling after a crash: only when no process writes the page any more."""
-        found = []
-        for slot in range(self.slots):
-            host = self._host_row(slot, self._dead_line)
-            if host is None or host.phase != layout.PHASE_OPEN:
-                continue
-            note, row = self.note(slot, host.generation), self._row(slot, self._dead_line)
-            if note is not None:
-                found.append(Survivor(slot, note, host, row if row and row.generation == host.generation else None))
-        return found
 
     def close(self) -> None:
         """Let go of the memory."""
         del self._table
         self._cells.release()
-        self._memory.release()
-
-
-class HostRows:
-    """The loop's side of a page: which slots are open, for whom, and what left evap. One writer."""
-
-    def __init__(self, memory: Any) -> None:
-        self.slots = page_slots(memory)
-        self._memory = memoryview(memory).cast("B")[: layout.page_bytes(self.slots)]
-        at = layout.host_rows_word(self.slots)
-        words = _words(memory, layout.page_bytes(self.slots) // 8)
-        self._lines = words[at : at + self.slots * layout.LINE_WORDS].reshape(self.slots, layout.LINE_WORDS)
-        # One after next: whatever a predecessor left half-written carries neither.
-        self._tags = (self._lines[:, 0] >> _VALUE_BITS).astype(np.int64) % layout.LINE_TAGS + 1
-        self._values = self._lines & _VALUE
-
-    def open(self, slot: int, generation: int, now_us: int, note: bytes) -> None:
-        """Take a slot. `note`, at most MAX_NOTE_BYTES, says whose it is; it is there before the slot counts as open.
-
-        Raises ValueError for a longer note.
-        """
-        if len(note) > MAX_NOTE_BYTES:
-            raise ValueError(f"a note has at most {MAX_NOTE_BYTES} bytes")
-        body = generation.to_bytes(2, "little") + len(note).to_bytes(2, "little") + note
-        at = layout.notes_byte(self.slots) + slot * layout.NOTE_BYTES
-        self._memory[at : at + 4 + len(body)] = crc32(body).to_bytes(4, "little") + body
-        self._values[slot] = (generation | layout.PHASE_OPEN << 16, 0, 0, now_us, 0, 0, 0, 0)
-        self._publish(np.array([slot]))
-
-    def count(self, slots: npt.NDArray[Any], emitted: npt.NDArray[Any], delivered: npt.NDArray[Any]) -> None:
-        """Totals so far of several slots (each at most once), in tokens."""
-        self._values[slots, 1] = emitted
-        self._values[slots, 2] = delivered
-        self._publish(slots)
-
-    def close(self, slot: int, now_us: int) -> None:
-        """The slot's exchange is settled durably: a successor need not look at it."""
-        values = self._values[slot]
-        values[0] = int(values[0]) & 0xFFFF | layout.PHASE_SETTLED << 16
-        values[4] = now_us
-        self._publish(np.array([slot]))
-
-    def _publish(self, slots: npt.NDArray[Any]) -> None:
-        tags = self._tags[slots] % layout.LINE_TAGS + 1
-        self._tags[slots] = tags
-        words = self._values[slots] | tags.astype(np.uint64)[:, None] << _VALUE_BITS
-        for column in reversed(range(layout.LINE_WORDS)):
-            self._lines[slots, column] = words[:, column]
-
-    def release(self) -> None:
-        """Let go of the memory."""
-        del self._lines
         self._memory.release()

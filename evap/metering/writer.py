@@ -1,7 +1,6 @@
 """Writers of the engine's rows: the kernels' host build, and numpy with the same results where there is no compiler.
 
-Both take what the kernels take, from an engine that samples in batches. `BatchCounter` is for the loop of an engine
-that only gives TokenBatches.
+Both take what the kernels take, from an engine that samples in batches.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from evap.messages import FINISH_MASK, META, NO_TOKEN, SILENT, Finish, TokenBatch
+from evap.messages import SILENT, Finish
 from evap.metering import layout
 from evap.metering.page import page_slots
 from evap.ring import RECORD_WORDS, STEP_MASK, TAG_CYCLE, WORD_HEAD, WORD_RECORDS, RingWriter, ring_bytes
@@ -59,7 +58,7 @@ class MeterState:
         self.page: npt.NDArray[np.uint64] = np.frombuffer(page, "<u8", layout.page_bytes(count) // 8)
         self.slots = np.zeros(count, layout.SLOT_DTYPE)
         self.meter = np.zeros(1, layout.METER_DTYPE)
-        self.rows = self.page[layout.WORD_ROWS : layout.host_rows_word(count)].reshape(count, layout.LINE_WORDS)
+        self.rows = self.page[layout.WORD_ROWS : layout.page_words(count)].reshape(count, layout.LINE_WORDS)
         self.line = self.page[layout.WORD_STEP_LINE : layout.WORD_STEP_LINE + layout.LINE_WORDS]
         # Whatever a predecessor left half-written carries this tag or the one before, never the next.
         self.slots["tag"] = (self.rows[:, 0] >> _VALUE_BITS) % layout.LINE_TAGS + 1
@@ -228,63 +227,3 @@ def _put_rows(state: MeterState, slots: npt.NDArray[Any]) -> None:
     values = (who, *(rows[name].astype(np.uint64) for name in layout.ROW_FIELDS[1:]))
     for column in reversed(range(layout.LINE_WORDS)):  # word 0, with the generation, last
         state.rows[slots, column] = tag | values[column]
-
-
-class BatchCounter:
-    """Counts what an engine hands over as TokenBatches, in the loop; publishes when told, not per step.
-
-    A token of a batch is computed; META sets the cached tokens; a Finish is kept. Everything is indexed by slot.
-    """
-
-    def __init__(self, page: Any) -> None:
-        self._state = MeterState(page)
-        self._touched = np.zeros(len(self._state.slots), np.bool_)
-
-    def open(self, slot: int, generation: int, prompt: int) -> None:
-        table = self._state.slots
-        tag = int(table["tag"][slot])
-        table[slot] = np.zeros((), layout.SLOT_DTYPE)
-        table["tag"][slot], table["generation"][slot], table["prompt"][slot] = tag, generation & 0xFFFF, prompt
-        _put_rows(self._state, np.array([slot]))
-
-    def count(self, batch: TokenBatch, now_ns: int) -> None:
-        """One engine step. Records of a generation that has left its slot are not counted."""
-        state, table = self._state, self._state.slots
-        now_us = (now_ns - int(state.meter["epoch_ns"][0])) // 1000 & layout.VALUE_MASK
-        current = table["generation"][batch.slot] == batch.generation
-        slot, flags = batch.slot[current], batch.flags[current]
-        if flags.any():
-            self._mark(slot, batch.token[current], flags)
-            slot = slot[flags & (NO_TOKEN | META) == 0]
-        counts = np.bincount(slot, minlength=len(table)).astype(np.uint32)
-        touched = counts > 0
-        table["first_us"][touched & (table["computed"] == 0)] = now_us
-        table["computed"] += counts
-        table["last_us"][touched] = now_us
-        table["steps"] += touched
-        self._touched |= touched
-        state.meter["step"] += 1
-        state.meter["computed"] += len(slot)
-
-    def _mark(self, slot: npt.NDArray[np.int32], token: npt.NDArray[np.int32], flags: npt.NDArray[np.uint8]) -> None:
-        table = self._state.slots
-        meta = flags & META > 0
-        table["cached"][slot[meta]] = token[meta]
-        ends = flags & FINISH_MASK
-        table["finish"][slot[ends > 0]] = ends[ends > 0]
-        self._touched[slot[meta | (ends > 0)]] = True
-
-    def publish(self, now_ns: int) -> None:
-        """Make the counts visible, those that changed, then the step line."""
-        state = self._state
-        slots = np.flatnonzero(self._touched)
-        self._touched[:] = False
-        state.slots["emitted"][slots] = state.slots["computed"][slots]
-        _put_rows(state, slots)
-        meter = state.meter
-        meter["tag"] = int(meter["tag"][0]) % layout.LINE_TAGS + 1
-        now_us = (now_ns - int(meter["epoch_ns"][0])) // 1000
-        computed = int(meter["computed"][0])
-        values = (int(meter["step"][0]), 0, computed, computed, now_us, now_us, 0, len(slots))
-        for word in reversed(range(layout.LINE_WORDS)):
-            state.line[word] = int(meter["tag"][0]) << layout.VALUE_BITS | values[word] & layout.VALUE_MASK

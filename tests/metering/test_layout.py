@@ -54,10 +54,9 @@ def test_structs_agree_and_have_no_padding() -> None:
 
 
 def test_lines_are_aligned_to_cache_lines_and_do_not_share_them() -> None:
-    for word in (layout.WORD_STEP_LINE, layout.WORD_ROWS, layout.host_rows_word(7)):
+    for word in (layout.WORD_STEP_LINE, layout.WORD_ROWS, layout.page_words(7)):
         assert word * 8 % layout.LINE_BYTES == 0
     assert layout.LINE_BYTES == layout.LINE_WORDS * 8
-    assert layout.notes_byte(7) + 7 * layout.NOTE_BYTES == layout.page_bytes(7)
     assert ring.WORD_HEAD * 8 // layout.LINE_BYTES != ring.WORD_TAIL * 8 // layout.LINE_BYTES
 
 
