@@ -8,6 +8,7 @@ Rule 3: if the process dies, the job at hand has failed; those behind it go to t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
@@ -30,6 +31,8 @@ QUEUE_FULL: Final = "large_queue_full"
 #: A prompt of fewer ids becomes a list, as prompts of small bodies are; a longer one stays where it is.
 LIST_IDS: Final = 4096
 _GRACE_S: Final = 2.0
+#: Behind the loop and the engine: whoever sends megabytes can wait a little longer than who waits for the next token.
+NICENESS: Final = 5
 
 
 class Job:
@@ -188,6 +191,8 @@ class _Process:
             raise
         finally:
             theirs.close()
+        with contextlib.suppress(OSError):  # before it imports anything; its threads will inherit it
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
         ours.setblocking(False)
         self._sock = ours
         self._pidfd = os.pidfd_open(self._process.pid)

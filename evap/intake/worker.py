@@ -30,8 +30,6 @@ from evap.protocol.api.dialect import Dialect
 from evap.protocol.api.router import dialects
 
 _PR_SET_PDEATHSIG: Final = 1
-#: Behind the loop and the engine: whoever sends megabytes can wait a little longer than who waits for the next token.
-NICENESS: Final = 5
 _WAKE: Final = signal.SIGUSR1
 
 
@@ -181,7 +179,6 @@ def main(argv: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's, which is the server's business
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(NICENESS)
     worker = Worker(socket.socket(fileno=int(argv[0])))
     worker.boot()
     worker.serve()

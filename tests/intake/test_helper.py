@@ -228,7 +228,11 @@ def test_nothing_runs_before_it_is_needed_and_nothing_after_the_end() -> None:
         async with home() as it:
             assert it.intake.pid is None
             await it.whole("completions", b'{"prompt":"x"}')
-            return it.intake.pid
+            pid = it.intake.pid
+            assert pid is not None
+            priorities = {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
+            assert priorities == {os.getpriority(os.PRIO_PROCESS, 0) + helper.NICENESS}
+            return pid
 
     pid = asyncio.run(run())
     assert pid
