@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
+import h2.events
 import h2.exceptions
 from h2.settings import SettingCodes
 from hypothesis import strategies as st
@@ -50,6 +51,7 @@ class Machine(Pair):
     def __init__(self, window: int) -> None:
         self.handed = 0
         self.raw = False  # after raw frames the client's view is not the server's any more
+        self.half: dict[int, bytearray] = {}  # requests whose body has not ended
         super().__init__(window)
         on_event = self.app.on_event
 
@@ -58,7 +60,6 @@ class Machine(Pair):
             on_event(event)
 
         self.app.on_event = counting  # type: ignore[method-assign]
-        self.half: dict[int, bytearray] = {}  # requests whose body has not ended
 
     def play(self, moves: list[tuple[Any, ...]]) -> None:
         for name, *args in moves:
@@ -74,6 +75,12 @@ class Machine(Pair):
             self.pump()
         except h2.exceptions.ProtocolError:
             assert self.raw, "what we sent was wrong"
+
+    def seen(self, event: Any) -> None:
+        super().seen(event)
+        if isinstance(event, h2.events.StreamReset):
+            self.open.discard(event.stream_id)
+            self.half.pop(event.stream_id, None)
 
     # moves
 
