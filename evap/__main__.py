@@ -78,8 +78,11 @@ def _serve(argv: Sequence[str]) -> int:
     parser = _serve_parser("python -m evap serve", "Serve a model over HTTP/2 and HTTP/1.1 on one port.")
     settings = options.load(vars(parser.read(argv)), os.environ)
     from evap import logs
-    from evap.server import run
 
+    if settings.config.server.workers > 1:
+        from evap.processes import run
+    else:
+        from evap.server import run
     try:
         return run(settings.config)
     finally:

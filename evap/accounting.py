@@ -7,7 +7,6 @@ trailers, `/metrics`, the limits and the ledger all come from the `Usage` that a
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from collections import deque
@@ -21,10 +20,11 @@ from evap.config import MeterConfig
 from evap.errors import EvapError, Overloaded, PermissionDenied, StartupError, Unauthenticated
 from evap.exchange import Exchange
 from evap.messages import SamplingParams
-from evap.metering import accounts, keys, ledger, opened, operations, prices, recorder, survivors
+from evap.metering import accounts, keys, ledger, opened, operations, prices, recorder, recovery, survivors
 from evap.metering.accounts import Account, Ticket
 from evap.metering.counters import Counters
 from evap.metering.record import Record, billable, charged, end_of, used_up
+from evap.metering.shared_operations import SharedBooks
 from evap.metering.sink import Sink
 from evap.protocol.events import RequestHead
 from evap.protocol.headers import limit_headers
@@ -40,15 +40,18 @@ class Accounting:
     """All accounts of a process. `open` before the first request, `close` after the last."""
 
     def __init__(
-        self, config: MeterConfig, *, model: str, slots: int, now_ns: Callable[[], int], wall_ns: Callable[[], int]
-    ) -> None:
+        self, config: MeterConfig, *, model: str, slots: int, now_ns: Callable[[], int], wall_ns: Callable[[], int],
+        shared: SharedBooks | None = None,
+    ) -> None:  # fmt: skip
         self._config = config
         self.model = model if len(model.encode()) <= MAX_MODEL_BYTES else model[: MAX_MODEL_BYTES // 4]
         self._slots = slots
         self._by_delivery = config.billable == "delivered"
         self._now_ns, self._wall_ns = now_ns, wall_ns
         self._wall_offset_ns = wall_ns() - now_ns()  # the wall clock may be set: `tick` looks at it again
-        self._operations = operations.Operations()
+        self._shared = shared
+        self._operations = operations.Operations() if shared is None else shared.operations
+        self._rules: accounts.Rules = accounts if shared is None else shared.accounts
         self._keys: keys.KeyRing | None = None
         self._accounts: dict[str, Account] = {}
         self._lock: int | None = None
@@ -74,52 +77,50 @@ class Accounting:
         if config.prices:
             self.prices = prices.read(Path(config.prices))
         if self.folder is None:
-            if config.usage_sink:
+            if config.usage_sink and self._shared is None:
                 raise StartupError("--usage-sink copies the ledger, and there is none", remedy="add --data-dir DIR")
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._take_lock(self.folder)
+            if self._shared is None:
+                self._lock = recovery.take_lock(self.folder)
             self._open_files(self.folder)
         except OSError as error:
             raise StartupError(
                 f"--data-dir {self.folder} cannot be used: {error.strerror}", remedy="a directory of ours, with space"
             ) from error
-        if config.usage_sink:
+        if config.usage_sink and self._shared is None:
             self.sink = Sink(config.usage_sink, self.folder)
             self.sink.start()
 
-    def _take_lock(self, folder: Path) -> None:
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StartupError(
-                f"another server uses --data-dir {folder}", remedy="a directory for each server"
-            ) from None
-
     def _open_files(self, folder: Path) -> None:
         db = ledger.open_ledger(folder)
-        spool, table = folder / recorder.SPOOL, folder / "open"
-        left = survivors.records(folder, table, policy=self._config.billable, now_us=self._wall_ns() // 1000)
-        rows = recorder.read_spool(spool) + left
-        for start in range(0, len(rows), recorder.MAX_GROUP):
-            ledger.insert(db, rows[start : start + recorder.MAX_GROUP])
-        spool.unlink(missing_ok=True)
-        for used in ledger.last_operations(db, operations.REMEMBERED + 1):
-            self._operations.remember(*used)
-        wall_s = self._wall_ns() // 1_000_000_000
-        today, month = wall_s // 86_400, accounts.month_start(wall_s)
-        accounts.load_used(self._accounts, ledger.charged_since(db, today), ledger.charged_since(db, month))
-        self.table = opened.OpenTable(table, self._slots, max(MIN_ENTRIES, 4 * self._slots))
-        self.recorder = recorder.Recorder(db, self.table, spool, on_state=_say_state)
+        place = self._shared
+        own = recovery.files(folder, place.number if place is not None else None)
+        if place is None:
+            recovery.recover(
+                db, folder, recovery.all_files(folder), policy=self._config.billable, wall_ns=self._wall_ns()
+            )
+            for used in ledger.last_operations(db, operations.REMEMBERED + 1):
+                self._operations.remember(*used)
+            recovery.load_used(db, self._accounts, self._wall_ns() // 1_000_000_000)
+        self.table = opened.OpenTable(own.table, self._slots, max(MIN_ENTRIES, 4 * self._slots))
+        turn = folder / recovery.TURN if place is not None else None
+        self.recorder = recorder.Recorder(db, self.table, own.spool, on_state=_say_state, turn=turn)
         self.recorder.start()
 
     def meter(self, engines: int, *, ahead: bool) -> list[dict[str, str]]:
         """Make a counters page for each engine; what each is told. After `open`. Raises StartupError."""
         try:
+            prefix = recovery.pages(self._shared.number if self._shared is not None else None)
             self.pages = Counters(
-                self._slots, engines, self.folder, ahead=ahead, now_ns=self._now_ns(), unix_ns=self._wall_ns()
+                self._slots,
+                engines,
+                self.folder,
+                ahead=ahead,
+                now_ns=self._now_ns(),
+                unix_ns=self._wall_ns(),
+                prefix=prefix,
             )
         except OSError as error:
             raise StartupError(f"no memory for the engines' counters: {error.strerror}") from error
@@ -151,10 +152,12 @@ class Accounting:
     def _take_keys(self, ring: keys.KeyRing) -> None:
         now_ns, wall_s = self._now_ns(), self._wall_ns() // 1_000_000_000
         for id, key in ring.keys.items():
-            if id in self._accounts:
-                self._accounts[id].change(key, now_ns)
+            known = self._accounts.setdefault(id, Account(key, now_ns=now_ns, wall_s=wall_s))
+            if self._shared is None:
+                known.change(key, now_ns)
             else:
-                self._accounts[id] = Account(key, now_ns=now_ns, wall_s=wall_s)
+                self._shared.accounts.enter(known)
+                self._shared.accounts.change(known, key, now_ns)
         self._keys = ring  # accounts of keys that are gone stay: their exchanges may run, and they may come back
 
     def authenticate(self, head: RequestHead) -> Account | None:
@@ -184,7 +187,7 @@ class Accounting:
             ticket.lookup = self._operations.forgot
         if account is not None:
             try:
-                accounts.admit(account, self._now_ns(), self._wall_ns() // 1_000_000_000)
+                self._rules.admit(account, self._now_ns(), self._wall_ns() // 1_000_000_000)
             except EvapError:
                 if ticket.operation:
                     self._operations.end(ticket.key_id, ticket.operation, id, used_up=False)
@@ -209,11 +212,11 @@ class Accounting:
         if ticket.account is None:
             return sampling
         request = exchange.request
-        most = accounts.reserve(
+        most = self._rules.reserve(
             ticket, prompt=prompt, n=request.n, asked=request.max_tokens, room=sampling.max_tokens,
             now_ns=self._now_ns(), wall_s=self._wall_ns() // 1_000_000_000,
         )  # fmt: skip
-        exchange.headers = (*exchange.headers, *limit_headers(accounts.limits(ticket.account, self._now_ns())))
+        exchange.headers = (*exchange.headers, *limit_headers(self._rules.limits(ticket.account, self._now_ns())))
         if not ticket.capped:
             return sampling
         return msgspec.structs.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
@@ -266,7 +269,7 @@ class Accounting:
             self._operations.end(ticket.key_id, operation, id, used_up=bool(kept))
             operation = kept
         if ticket.account is not None:
-            accounts.settle(ticket, charged(usage, bill))
+            self._rules.settle(ticket, charged(usage, bill))
         first_ns = ticket.first_ns or exchange.first_ns
         ticket.usage = usage
         ticket.record = Record(

@@ -15,7 +15,7 @@ from evap.config import Config
 from evap.dispatch import Dispatch
 from evap.errors import Draining, EvapError, InternalError, NotFound
 from evap.messages import ReplicaState
-from evap.metrics import CONTENT_TYPE, Metrics
+from evap.metrics import CONTENT_TYPE, Metrics, read_snapshot
 from evap.outlet import BLOCK_HEADERS
 from evap.protocol.api import health, models
 from evap.protocol.api.router import Match, dialects, route
@@ -32,10 +32,11 @@ from evap.protocol.events import (
 )
 from evap.protocol.headers import JSON, echoed_if_valid, error_body, error_headers, wire_code
 from evap.protocol.spool import Body
-from evap.usage import Background, UsagePages
+from evap.usage import Ask, Background, UsagePages
 
 logger = logging.getLogger("evap.app")
 _JSON_HEADERS: Final = ((b"content-type", JSON),)
+_METRICS_HEADERS: Final = ((b"content-type", CONTENT_TYPE),)
 
 
 def send_error(reply: Reply, error: EvapError, headers: HeaderList = ()) -> int:
@@ -65,7 +66,8 @@ class App:
         self._created_s = created_s
         self._dialects = dialects(structured_output=structured_output)
         self._hung = hung
-        self._usage = UsagePages(
+        self._ask: Ask | None = None
+        self.usage = UsagePages(
             dispatch.accounting, counts=dispatch.steps.counts, background=background, send_error=send_error,
             policy=config.meter.billable, answered=metrics.answered,
         )  # fmt: skip
@@ -82,6 +84,11 @@ class App:
             "metrics": self._metrics_page,
             "options": self._options,
         }
+
+    def join(self, ask: Ask) -> None:
+        """There are other processes of this server, which can be asked."""
+        self._ask = ask
+        self.usage.ask = ask
 
     def on_event(self, event: Event) -> None:
         """Everything that any connection reports. Never raises: one request's fault is not another's."""
@@ -120,9 +127,9 @@ class App:
                 key = account.key.id if account is not None else ""
                 self._dispatch.blocks.fetch(head.path, key, reply, self._block)
             elif found.name == "usage":
-                self._usage.list(reply, head, account)
+                self.usage.list(reply, head, account)
             elif found.name == "usage_one":
-                self._usage.one(reply, found.argument, account)
+                self.usage.one(reply, found.argument, account)
             else:
                 self._handlers[found.name](reply, head, found)
         except Exception as error:  # noqa: BLE001 - judged there
@@ -182,7 +189,14 @@ class App:
 
     def _metrics_page(self, reply: Reply, head: RequestHead, found: Match) -> None:
         self._metrics.answered(200)
-        reply.whole(200, ((b"content-type", CONTENT_TYPE),), self._metrics.render())
+        if self._ask is None:
+            reply.whole(200, _METRICS_HEADERS, self._metrics.render())
+        else:
+            self._ask("metrics", "", lambda data: self._sums(reply, data))
+
+    def _sums(self, reply: Reply, data: bytes) -> None:
+        """data: the other processes' numbers, added up."""
+        reply.whole(200, _METRICS_HEADERS, self._metrics.render([read_snapshot(data)] if data else []))
 
     def _options(self, reply: Reply, head: RequestHead, found: Match) -> None:
         reply.whole(204, ((b"allow", found.allow.encode()),), b"")

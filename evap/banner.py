@@ -35,6 +35,7 @@ class Ready:
     chat: bool = True  # the model has a chat template
     started_s: float = 0.0
     unix: tuple[str, ...] = ()
+    workers: int = 1  # loop processes
 
     @property
     def url(self) -> str:
@@ -78,6 +79,8 @@ def lines(ready: Ready) -> list[tuple[str, str]]:
         ("speaks", "HTTP/2 and HTTP/1.1" + (f" over TLS ({ready.tls})" if ready.tls else ", without TLS")),
         ("try", curl(ready)),
     ]
+    if ready.workers > 1:
+        said.insert(3, ("workers", f"{ready.workers} loop processes"))
     if ready.port and ready.unix:
         said.insert(1, ("also at", ", ".join(f"unix:{path}" for path in ready.unix)))
     if ready.port and ready.host in ("0.0.0.0", "::", ""):  # noqa: S104  # compared, not bound

@@ -27,6 +27,7 @@ class ServerConfig:
     host: str = opt("127.0.0.1", "address to listen on; 'none' for no TCP port")
     port: int = opt(8000, "port to listen on; 0 picks a free one and prints it", low=0, high=65535)
     uds: str = opt("", "path of a UNIX socket to listen on as well; always without TLS")
+    workers: int = opt(1, "loop processes that accept connections and share the engine", low=1, high=64)
     uds_mode: str = opt("660", "permissions of that socket's file")
     tls_cert: str = opt("", "PEM file with the certificate chain; turns TLS on")
     tls_key: str = opt("", "PEM file with the private key")

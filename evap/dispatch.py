@@ -110,7 +110,7 @@ class Dispatch:
             self.open, steps=self.steps, flush=shell.flush, now_ns=shell.now_ns, later=shell.later, end=self._refuse,
             counts=self.limits, ttft_s=config.engine.ttft_timeout_s,
         )  # fmt: skip
-        self._identity = Identity()
+        self.identity = Identity()
         self.large = LargeRequests(intake, text, self.room, shell.in_pool, self.accounting.look_up) if intake else None
 
     def engine_ready(self) -> None:
@@ -159,7 +159,7 @@ class Dispatch:
         renderer = dialect.renderer(
             request,
             kind=kind,
-            id_suffix=self._identity.new_id(),
+            id_suffix=self.identity.new_id(),
             model=adapter or self.model,
             created_s=int(self._shell.wall_s()),
         )
@@ -170,7 +170,7 @@ class Dispatch:
             opened_ns=opened_ns, account=ticket,
         )  # fmt: skip
         exchange.trace = trace_context.of(head, self._config.server.otel_endpoint, self._config.server.otel_sample)
-        exchange.adapter, exchange.cache_salt = adapter, self._identity.cache_salt(ticket.key_id)
+        exchange.adapter, exchange.cache_salt = adapter, self.identity.cache_salt(ticket.key_id)
         exchange.priority = terms.priority(account, head, request)
         if head.get(b"evap-push") == b"blocks" and request.stream and request.n > 1 and kind == "sse":
             exchange.outlets.offer = Offer(self.blocks, f"{head.path}/{renderer.id}/blocks", ticket.key_id)

@@ -5,10 +5,15 @@ starts without torch, tokenizers or vllm being installed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from evap.config import EngineConfig
 from evap.engine.choose import choose
 from evap.engine.interface import Clock, Replica, Text
+from evap.errors import StartupError
+
+if TYPE_CHECKING:
+    from evap.engine.supervisor import TorchReplica
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +28,11 @@ class Built:
     path: str = ""  #: the model's directory, for whoever needs the text side again
 
 
-def build(config: EngineConfig, clock: Clock) -> Built:
-    """Raises StartupError with a remedy when the engine or the model is not to be had."""
+def build(config: EngineConfig, clock: Clock, shared: Replica | None = None) -> Built:
+    """Raises StartupError with a remedy when the engine or the model is not to be had.
+
+    shared: an engine that another process runs, for a model that is here already.
+    """
     engine = choose(config.engine)
     if engine == "synthetic":
         return _synthetic(config, clock)
@@ -36,7 +44,9 @@ def build(config: EngineConfig, clock: Clock) -> Built:
         local = resolve(config.model, progress)
     text = load_text(local.path, cache_mb=config.token_cache_mb)
     replica: Replica
-    if engine == "vllm":
+    if shared is not None:
+        replica = shared
+    elif engine == "vllm":
         from evap.engine import vllm
 
         replica = vllm.build(config, local.path)
@@ -45,6 +55,28 @@ def build(config: EngineConfig, clock: Clock) -> Built:
 
         replica = TorchReplica(config, local.path)
     return Built(engine, replica, text, config.served_model_name or local.name, text.has_template, str(local.path))
+
+
+def build_shared(config: EngineConfig) -> TorchReplica | None:
+    """For several loop processes: the engine that they share, and its model fetched; None where each has its own.
+
+    Raises StartupError for an engine that cannot be shared.
+    """
+    engine = choose(config.engine)
+    if engine == "synthetic":
+        return None
+    if engine == "vllm":
+        raise StartupError(
+            "--workers needs the torch or the synthetic engine: vLLM's core answers to one process",
+            remedy="--workers 1, with --replicas N for more engines",
+        )
+    from evap.engine.model import resolve
+    from evap.engine.model_cli import console_progress
+    from evap.engine.supervisor import TorchReplica
+
+    with console_progress() as progress:
+        local = resolve(config.model, progress)
+    return TorchReplica(config, local.path)
 
 
 def _synthetic(config: EngineConfig, clock: Clock) -> Built:

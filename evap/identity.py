@@ -17,7 +17,7 @@ class Identity:
 
     def __init__(self) -> None:
         self._ids: list[str] = []
-        self._secret = os.urandom(32)
+        self.secret = os.urandom(32)
 
     def new_id(self) -> str:
         """24 unguessable characters."""
@@ -28,4 +28,4 @@ class Identity:
 
     def cache_salt(self, key_id: str) -> str:
         """What separates the prefix caches of keys; "" without keys."""
-        return hashlib.blake2b(key_id.encode(), key=self._secret, digest_size=12).hexdigest() if key_id else ""
+        return hashlib.blake2b(key_id.encode(), key=self.secret, digest_size=12).hexdigest() if key_id else ""

@@ -44,7 +44,7 @@ CHOICES: Final = (1, 2, 5, 10, 20)
 #: Why an exchange ended, as a label: a closed list, so that no client can make new series.
 ENDS: Final = frozenset((
     "stop", "length", "budget", "client_reset", "client_gone", "stalled", "protocol_error", "drain", "draining",
-    "engine_failed", "deadline_exceeded", "ttft_timeout", "internal_error", "refused",
+    "engine_failed", "deadline_exceeded", "ttft_timeout", "internal_error", "refused", "interrupted",
 ))  # fmt: skip
 #: Why a generation ended, in vLLM's words.
 REASONS: Final = ("stop", "length", "abort", "error")
@@ -128,6 +128,9 @@ class Snapshot(msgspec.Struct):
     families: dict[str, tuple[str, str]]
 
 
+read_snapshot: Final = msgspec.msgpack.Decoder(Snapshot).decode
+
+
 def merged(snapshots: Sequence[Snapshot]) -> Snapshot:
     """Of several processes, as if it were one."""
     total = Snapshot({}, {}, {})
@@ -143,6 +146,15 @@ def merged(snapshots: Sequence[Snapshot]) -> Snapshot:
             old, old_size = total.histograms.get(name, ([0] * len(counts), 0.0))
             total.histograms[name] = ([a + b for a, b in zip(old, counts, strict=True)], old_size + size)
     return total
+
+
+def counted(snapshot: Snapshot) -> Snapshot:
+    """What stays true of a process when it is dead: no gauges."""
+    gauges = {name for name, (kind, _) in snapshot.families.items() if kind == "gauge"}
+    return Snapshot(
+        {name: values for name, values in snapshot.values.items() if name not in gauges}, snapshot.histograms,
+        {name: family for name, family in snapshot.families.items() if name not in gauges},
+    )  # fmt: skip
 
 
 class Live:
@@ -197,6 +209,8 @@ class Metrics:
         self.limits: list[Mapping[str, int]] = []
         self._read: dict[str, tuple[Family, Callable[[], float]]] = {}
         self._model = model
+        #: of an engine that several processes share: none of them knows how many of its generations run
+        self.running_limit: int | None = None
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
@@ -280,6 +294,10 @@ class Metrics:
     def render(self, others: Sequence[Snapshot] = ()) -> bytes:
         """The page. others: snapshots of the other processes that serve the same port."""
         whole = merged([self.snapshot(), *others])
+        if self.running_limit is not None:
+            busy = whole.values["evap_running"][""] + whole.values["evap_waiting"][""]
+            running = min(busy, float(self.running_limit))
+            whole.values |= {"evap_running": {"": running}, "evap_waiting": {"": busy - running}}
         lines = page(whole, self._model)
         lines.append("")
         return "\n".join(lines).encode() + generate_latest(self.registry)

@@ -52,10 +52,10 @@ GC_THRESHOLDS: Final = (20_000, 50, 100)
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. Raises StartupError for what the user can mend."""
     logs.configure(config.server.log_level, config.server.log_format)
-    return _runner()(Server(config).main())
+    return runner()(Server(config).main())
 
 
-def _runner() -> Callable[..., int]:
+def runner() -> Callable[..., int]:
     try:
         import uvloop  # noqa: PLC0415 - absent on platforms that it does not support
     except ImportError:
@@ -68,6 +68,7 @@ class Server:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.slots = _slots(config.engine)
         self._started_ns = time.monotonic_ns()
         self._stop = asyncio.Event()
         self._forced = asyncio.Event()
@@ -81,13 +82,12 @@ class Server:
     async def main(self) -> int:
         """The whole life of the process."""
         self._loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(name, self._signalled, name)
-        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
+        self._signals()
         self.listeners = self._listen()
         try:
             built = await self._build()
-            self.accounting = accounting = await self._open_accounting(built.model)
+            self.accounting = accounting = self._make_accounting(built.model)
+            await self._loop.run_in_executor(None, accounting.open)
             if built.replica.engines:
                 built.replica.meters = accounting.meter(built.replica.engines, ahead=built.replica.runs_ahead)
             try:
@@ -101,16 +101,18 @@ class Server:
             for pool in (self._pool, self._readers):
                 pool.shutdown(wait=False, cancel_futures=True)
 
+    def _signals(self) -> None:
+        for name in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(name, self._signalled, name)
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
+
     def _listen(self) -> list[Listener]:
         return listening.open_all(self.config.server, listening.passed(os.environ, os.getpid()))
 
-    async def _open_accounting(self, model: str) -> Accounting:
-        accounting = Accounting(
-            self.config.meter, model=model, slots=_slots(self.config.engine), now_ns=time.monotonic_ns,
-            wall_ns=time.time_ns,
-        )  # fmt: skip
-        await self._loop.run_in_executor(None, accounting.open)
-        return accounting
+    def _make_accounting(self, model: str) -> Accounting:
+        return Accounting(
+            self.config.meter, model=model, slots=self.slots, now_ns=time.monotonic_ns, wall_ns=time.time_ns
+        )
 
     def _reload(self) -> None:
         """SIGHUP: the key file and the certificate are read again; nothing running notices."""
@@ -162,12 +164,12 @@ class Server:
 
     def _assemble(self, built: Built) -> None:
         config = self.config
-        self.metrics = Metrics(built.model, _slots(config.engine))
+        self.metrics = Metrics(built.model, self.slots)
         observer = Observer(
             self.metrics, model=built.model, now_ns=time.monotonic_ns, wall_s=time.time,
             log_requests=config.server.log_requests, tracer=self.tracer,
         )  # fmt: skip
-        self.rows = RowTable(_slots(config.engine))
+        self.rows = RowTable(self.slots)
         self.intake = self._intake(built)
         self.dispatch = Dispatch(
             config, text=built.text, replica=built.replica, rows=self.rows, model=built.model,
@@ -249,10 +251,11 @@ class Server:
             self.dispatch.engine_ready()
         if state is ReplicaState.FAILED:
             self.dispatch.engine_lost()
-            logger.error("engine: %s", line)
-        elif line:
-            logger.info("engine: %s", line)
         self.app.detail = line
+        self._log_engine(state, line)
+
+    def _log_engine(self, state: ReplicaState, line: str) -> None:
+        log_engine(state, line)
 
     def _announce(self, built: Built) -> None:
         server, info = self.config.server, built.replica.info
@@ -316,6 +319,13 @@ class Server:
     async def _wait(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._forced.wait(), seconds)
+
+
+def log_engine(state: ReplicaState, line: str) -> None:
+    if state is ReplicaState.FAILED:
+        logger.error("engine: %s", line)
+    elif line:
+        logger.info("engine: %s", line)
 
 
 def _slots(engine: EngineConfig) -> int:

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
+
 from evap.accounting import Accounting
 from evap.errors import EvapError, InternalError, NotFound, PermissionDenied
 from evap.exchange import Exchange, State
@@ -26,6 +28,8 @@ _HEADERS: Final = ((b"content-type", JSON), (b"cache-control", b"no-store"))
 FLUSH_S: Final = 1.0
 
 Background = Callable[[Callable[[], Any], Callable[[Any], None]], None]
+#: (kind of question, what about, called with what the other processes of this server say together)
+Ask = Callable[[str, str, Callable[[bytes], None]], None]
 
 
 class UsagePages:
@@ -45,18 +49,40 @@ class UsagePages:
         self._counts, self._background, self._send_error = counts, background, send_error
         self._answered = answered  # told the status of each answer
         self._policy = policy
+        self.ask: Ask | None = None
 
     def one(self, reply: Reply, id: str, account: Account | None) -> None:
         """`GET /v1/usage/{id}`. Raises NotFound, also for what belongs to another key."""
+        fields = self._fields(id)
+        if fields is not None:
+            self._answer(reply, fields, account)
+        elif self.ask is None:
+            self._one_from_ledger(reply, id, account)
+        else:
+            self.ask("usage", id, lambda data: self._one_from_others(reply, id, account, data))
+
+    def known(self, id: str) -> bytes:
+        """For another process of this server: what is known here of an exchange, or b""."""
+        fields = self._fields(id)
+        return msgspec.json.encode(fields) if fields is not None else b""
+
+    def _fields(self, id: str) -> dict[str, Any] | None:
         running = self._accounting.running.get(id)
         if running is not None:
-            fields = self._running(running)
-            self._answer(reply, fields, account)
-            return
+            return self._running(running)
         recent = self._accounting.recent.get(id)
-        if recent is not None:
-            self._answer(reply, self._record(recent), account)
-            return
+        return self._record(recent) if recent is not None else None
+
+    def _one_from_others(self, reply: Reply, id: str, account: Account | None, data: bytes) -> None:
+        try:
+            if data:
+                self._answer(reply, msgspec.json.decode(data), account)
+            else:
+                self._one_from_ledger(reply, id, account)
+        except EvapError as error:
+            self._send_error(reply, error)
+
+    def _one_from_ledger(self, reply: Reply, id: str, account: Account | None) -> None:
         folder = self._accounting.folder
         if folder is None:
             raise api.unknown(id)
@@ -79,11 +105,18 @@ class UsagePages:
             query = api.UsageQuery(**{f: getattr(query, f) for f in query.__struct_fields__} | {"key": account.key.id})
         if self._accounting.folder is None:
             raise NotFound("this server keeps no ledger (it was started without --data-dir)", code="no_ledger")
-        self._background(lambda: self._read(query), lambda result: self._reply(reply, result))
+        if self.ask is None:
+            self._list(reply, query, 0)
+        else:
+            self.ask("flush", "", lambda data: self._list(reply, query, int(data or 0)))
+
+    def _list(self, reply: Reply, query: api.UsageQuery, pending: int) -> None:
+        """pending: records that other processes have not written."""
+        self._background(lambda: self._read(query, pending), lambda result: self._reply(reply, result))
 
     # In the thread
 
-    def _read(self, query: api.UsageQuery) -> bytes:
+    def _read(self, query: api.UsageQuery, others: int) -> bytes:
         accounting, recorder = self._accounting, self._accounting.recorder
         assert accounting.folder is not None
         if recorder is not None:
@@ -95,10 +128,10 @@ class UsagePages:
             if query.exchanges:
                 found = ledger.rows(db, chosen, after=query.after, limit=query.limit)
                 last = found[-1][0] if len(found) == query.limit else None
-                pending = recorder.pending if recorder is not None else 0
+                pending = others + (recorder.pending if recorder is not None else 0)
                 return api.list_body([self._record(r) for _, r in found], pending=pending, next_after=last)
             rows = [self._sum(u, query.group_by, db) for u in ledger.sums(db, chosen, query.group_by)]
-        return api.list_body(rows, pending=recorder.pending if recorder is not None else 0)
+        return api.list_body(rows, pending=others + (recorder.pending if recorder is not None else 0))
 
     def _sum(self, usage: ledger.Usage, group_by: tuple[str, ...], db: Any) -> dict[str, Any]:
         fields: dict[str, Any] = {name: getattr(usage, name) for name in group_by}

@@ -12,6 +12,7 @@ import pytest
 
 from evap.messages import GenerateRequest
 from evap.metering import keys
+from evap.metering.operations import Operations
 from evap.protocol.api.router import PREFIXES, ROUTES
 from tests.fakes import FakeReply
 from tests.metered import Metered, error_of
@@ -222,8 +223,10 @@ def test_an_operation_is_known_after_a_restart_and_beyond_memory(make: Make, tmp
     it.accounting.close()
     again = Metered(tmp_path)
     assert again.ask(headers={"idempotency_key": "op-2"}).status == 409
-    again.accounting._operations._used.clear()
-    again.accounting._operations.forgot = True
+    known = again.accounting._operations
+    assert isinstance(known, Operations)
+    known._used.clear()
+    known.forgot = True
     assert again.ask(headers={"idempotency_key": "op-0"}).status == 409, "the ledger was asked"
     again.loop.run()
     fresh = again.ask(max_tokens=2, headers={"idempotency_key": "op-9"})

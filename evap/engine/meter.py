@@ -96,3 +96,50 @@ class StepMeter:
                     np.array(slots, np.int32), table, np.array(counts, np.int32), self._now_ns(), ring=False
                 )
                 self._wait()
+
+
+class SharedMeter:
+    """The meter of an engine that several processes use: each has a page of its own, with its own slots.
+
+    Other processes' slots come with a base added (`torch/links.py`), of which `mask` has the bits of the slot itself.
+    """
+
+    def __init__(self, make: Callable[[Spec | None], StepMeter], own: Spec | None, mask: int) -> None:
+        self._make, self._mask = make, mask
+        self._own = make(own)
+        self._of: dict[int, StepMeter] = {}
+
+    def attach(self, base: int, spec: Spec | None) -> None:
+        self._of[base] = self._make(spec)
+
+    def detach(self, base: int) -> None:
+        self._of.pop(base, None)
+
+    def begin(self, joins: Sequence[tuple[int, int, int, int, int, int]]) -> None:
+        """As StepMeter's."""
+        if not self._of:
+            self._own.begin(joins)
+            return
+        split: dict[int, list[tuple[int, int, int, int, int, int]]] = {}
+        for join in joins:
+            split.setdefault(join[0] & ~self._mask, []).append((join[0] & self._mask, *join[1:]))
+        for base, part in split.items():
+            self._meter(base).begin(part)
+
+    def step(self, slots: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> None:
+        """As StepMeter's."""
+        if not self._of:
+            self._own.step(slots, tokens, counts)
+            return
+        split: dict[int, list[tuple[int, int, int]]] = {}
+        for slot, token, count in zip(slots, tokens, counts, strict=True):
+            split.setdefault(slot & ~self._mask, []).append((slot & self._mask, token, count))
+        for base, part in split.items():
+            self._meter(base).step(*map(list, zip(*part, strict=True)))
+
+    def _meter(self, base: int) -> StepMeter:
+        """A process that has just gone has none; its slots are nobody's."""
+        return self._of.get(base) or (_NONE if base else self._own)
+
+
+_NONE = StepMeter()

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import msgspec
 
@@ -54,28 +54,30 @@ class Key(Rights, frozen=True, kw_only=True):
 class Bucket:
     """`limit` units a minute, all of which may be taken at once; may go into debt. Exact: integers only."""
 
-    __slots__ = ("_level", "_then_ns", "limit")
+    __slots__ = ("level", "limit", "then_ns")
 
     def __init__(self, limit: int, now_ns: int) -> None:
-        self.limit = limit
-        self._level = limit * MINUTE_NS
-        self._then_ns = now_ns
+        self.set(limit, limit * MINUTE_NS, now_ns)
+
+    def set(self, limit: int, level: int, then_ns: int) -> None:
+        """level: units times MINUTE_NS, as of then_ns."""
+        self.limit, self.level, self.then_ns = limit, level, then_ns
 
     def available(self, now_ns: int) -> int:
-        passed = max(0, now_ns - self._then_ns)
-        self._then_ns += passed
-        self._level = min(self.limit * MINUTE_NS, self._level + passed * self.limit)
-        return self._level // MINUTE_NS
+        passed = max(0, now_ns - self.then_ns)
+        self.then_ns += passed
+        self.level = min(self.limit * MINUTE_NS, self.level + passed * self.limit)
+        return self.level // MINUTE_NS
 
     def take(self, units: int) -> None:
-        self._level -= units * MINUTE_NS
+        self.level -= units * MINUTE_NS
 
     def give(self, units: int) -> None:
-        self._level = min(self.limit * MINUTE_NS, self._level + units * MINUTE_NS)
+        self.level = min(self.limit * MINUTE_NS, self.level + units * MINUTE_NS)
 
     def wait_s(self, units: int) -> float:
         """From the last look until `units` are there."""
-        return max(0, units * MINUTE_NS - self._level) / self.limit / 1e9
+        return max(0, units * MINUTE_NS - self.level) / self.limit / 1e9
 
 
 class Budget:
@@ -157,6 +159,17 @@ class Ticket:
         self.last_ns = max(self.last_ns, last_ns)
         if first_ns:
             self.first_ns = min(self.first_ns or first_ns, first_ns)
+
+
+class Rules(Protocol):
+    """`accounts.py`, for one process or for several."""
+
+    def admit(self, account: Account, now_ns: int, wall_s: int) -> None: ...
+    def reserve(
+        self, ticket: Ticket, *, prompt: int, n: int, asked: int | None, room: int, now_ns: int, wall_s: int
+    ) -> int: ...
+    def settle(self, ticket: Ticket, tokens: int) -> None: ...
+    def limits(self, account: Account, now_ns: int) -> list[Limit]: ...
 
 
 def periods(wall_s: int) -> tuple[int, int]:

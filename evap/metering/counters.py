@@ -50,9 +50,11 @@ class Counters:
     """The pages of a server's engines. ahead: engines may run past a stop (they schedule ahead of their results)."""
 
     def __init__(
-        self, slots: int, engines: int, folder: Path | None, *, ahead: bool, now_ns: int, unix_ns: int
-    ) -> None:
-        """Raises OSError."""
+        self, slots: int, engines: int, folder: Path | None, *, ahead: bool, now_ns: int, unix_ns: int,
+        prefix: str = PREFIX,
+    ) -> None:  # fmt: skip
+        """Raises OSError. prefix: of the files' names."""
+        self._prefix = prefix
         self.mismatches = 0  #: generations of which the page and the tokens that came say different things
         self._ahead, self._epoch_ns = ahead, now_ns
         self._doubts: list[tuple[int, int, int, Finish]] = []
@@ -60,7 +62,7 @@ class Counters:
         self._memories: list[mmap.mmap] = []
         self._readers: list[PageReader] = []
         self.specs: list[dict[str, str]] = []  #: for each engine: what it is told
-        for path in files(folder) if folder is not None else ():
+        for path in files(folder, prefix) if folder is not None else ():
             path.unlink()
         for number in range(engines):
             memory, place = self._make(folder, number, slots)
@@ -71,10 +73,10 @@ class Counters:
 
     def _make(self, folder: Path | None, number: int, slots: int) -> tuple[mmap.mmap, str]:
         if folder is not None:
-            path = _homes(folder)[GPU.exists() and os.access(SHM, os.W_OK)] / f"{PREFIX}{number}"
+            path = _homes(folder)[GPU.exists() and os.access(SHM, os.W_OK)] / f"{self._prefix}{number}"
             path.parent.mkdir(mode=0o700, exist_ok=True)
             return open_page_file(path, slots), str(path)
-        fd = os.memfd_create(f"evap-{PREFIX}{number}", os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"evap-{self._prefix}{number}", os.MFD_CLOEXEC)
         self._fds.append(fd)
         size = -(-layout.page_bytes(slots) // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(fd, size)
@@ -146,17 +148,17 @@ def _homes(folder: Path) -> tuple[Path, Path]:
     return folder, SHM / f"evap-{info.st_dev:x}-{info.st_ino:x}"
 
 
-def files(folder: Path) -> list[Path]:
+def files(folder: Path, prefix: str = PREFIX) -> list[Path]:
     """The pages of a data directory."""
-    return sorted(path for home in _homes(folder) for path in home.glob(PREFIX + "*"))
+    return sorted(path for home in _homes(folder) for path in home.glob(prefix + "*"))
 
 
 class Left:
     """Pages that a killed server's engines left. A row whose writer died in it has each count as of its last step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = PREFIX) -> None:
         self._pages: list[tuple[Any, PageReader]] = []
-        for path in files(folder):
+        for path in files(folder, prefix):
             try:
                 memory = map_page_file(path)[0]
             except (OSError, ValueError) as error:

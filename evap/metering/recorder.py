@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import fcntl
 import os
 import sqlite3
 import threading
@@ -40,7 +41,10 @@ class State(enum.Enum):
 
 
 class Recorder:
-    """`db` belongs to the recorder's thread from `start` on. on_durable: called there, with the number of records."""
+    """`db` belongs to the recorder's thread from `start` on. on_durable: called there, with the number of records.
+
+    turn: a file to lock while the ledger is written, where several processes write it.
+    """
 
     def __init__(
         self,
@@ -50,9 +54,11 @@ class Recorder:
         *,
         on_state: Callable[[State, str], None] = lambda state, line: None,
         on_durable: Callable[[int], None] = lambda count: None,
+        turn: Path | None = None,
     ) -> None:
         self._db, self._table, self._spool = db, table, spool
         self._on_state, self._on_durable = on_state, on_durable
+        self._turn = turn
         self._queue: deque[tuple[Record, int]] = deque()
         self._wake = threading.Event()
         self._asleep = False
@@ -124,13 +130,25 @@ class Recorder:
                 self._unspool()
             while self._queue:
                 group = self._group()
-                ledger.insert(self._db, [record for record, _ in group])
+                self._insert([record for record, _ in group])
                 self.durable += len(group)
                 self._done(group)
                 self._on_durable(len(group))
             self._enter(State.OK, "")
         except (sqlite3.Error, OSError) as error:
             self._set_aside(str(error))
+
+    def _insert(self, records: list[Record]) -> None:
+        """With several processes, in turns: a lock that is waited for is fairer than SQLite's, which is polled."""
+        if self._turn is None:
+            ledger.insert(self._db, records)
+            return
+        fd = os.open(self._turn, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            ledger.insert(self._db, records)
+        finally:
+            os.close(fd)
 
     def _group(self) -> list[tuple[Record, int]]:
         queue = self._queue
@@ -181,7 +199,7 @@ class Recorder:
     def _unspool(self) -> None:
         rows = read_spool(self._spool)
         for start in range(0, len(rows), MAX_GROUP):
-            ledger.insert(self._db, rows[start : start + MAX_GROUP])
+            self._insert(rows[start : start + MAX_GROUP])
         self._spool.unlink(missing_ok=True)
         self.spooled = 0
         self.durable += len(rows)

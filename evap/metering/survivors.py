@@ -13,7 +13,7 @@ import msgspec
 
 from evap.messages import Usage
 from evap.metering import opened
-from evap.metering.counters import Left
+from evap.metering.counters import PREFIX, Left
 from evap.metering.record import INTERRUPTED, Record, billable, used_up
 
 logger = logging.getLogger("evap.metering")
@@ -22,15 +22,15 @@ note: Final = msgspec.msgpack.Encoder().encode
 _read: Final = msgspec.msgpack.Decoder(tuple[str, str, str, str, int, int, int]).decode
 
 
-def records(folder: Path, table: Path, *, policy: str, now_us: int) -> list[Record]:
-    """All of them, from the table of open exchanges and the engines' counters pages. Reads only."""
-    left = Left(folder)
+def records(folder: Path, table: Path, *, policy: str, now_us: int, pages: str = PREFIX) -> list[Record]:
+    """All of them, from the table of open exchanges and the engines' counters pages (prefix of their names)."""
+    left = Left(folder, pages)
     try:
         found = opened.recover(table, left.row)
     finally:
         left.close()
     if killed := sum(s.final is None for s in found):
-        logger.warning("%d exchanges were open when the last server was killed: settled now", killed)
+        logger.warning("%d exchanges were open when their process was killed: settled now", killed)
     return [record for s in found if (record := _record(s, policy, now_us)) is not None]
 
 

@@ -101,8 +101,11 @@ def address(peername: object) -> str:
     return "" if peername is None else str(peername or "unix")
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises StartupError when the address is taken or not ours."""
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A listening TCP socket. Raises StartupError when the address is taken or not ours.
+
+    reuse_port: beside others of this user; the kernel spreads connections over them.
+    """
     try:
         family, kind, proto, _, place = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -112,6 +115,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise _explain(error, host, port) from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind(place)
         listening.listen(4096)
         listening.setblocking(False)
@@ -119,6 +124,24 @@ def listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise _explain(error, host, port) from None
     return listening
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """An address that several processes are to listen on with SO_REUSEPORT: bound, so that it stays ours, and deaf.
+
+    Raises StartupError as `listen` does, also for an address that others share.
+    """
+    with listen(host, port) as probe:
+        family, place = probe.family, probe.getsockname()
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(place)
+    except OSError as error:
+        reserved.close()
+        raise _explain(error, host, port) from None
+    return reserved
 
 
 def _explain(error: OSError, host: str, port: int) -> StartupError:

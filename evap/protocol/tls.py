@@ -35,10 +35,13 @@ class ServerTls:
     fingerprint: SHA-256 of the certificate in force, as `AB:CD:...`, to compare with what a client shows.
     """
 
-    def __init__(self, server: ServerConfig) -> None:
-        """Raises StartupError for files that are missing, unreadable, no PEM, or do not belong together."""
+    def __init__(self, server: ServerConfig, pair: tuple[bytes, bytes] | None = None) -> None:
+        """Raises StartupError for files that are missing, unreadable, no PEM, or do not belong together.
+
+        pair: what `self_signed` has made for another process of this server.
+        """
         self._server = server
-        self._self_signed = self_signed(server.host) if server.tls == "self-signed" else None
+        self._self_signed = pair or (self_signed(server.host) if server.tls == "self-signed" else None)
         self.context = self._new_context()
         self.fingerprint = self._load(self.context)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from evap.engine.meter import Spec
 from evap.engine.torch import wire
 from evap.engine.torch.records import Records
 from evap.engine.torch.worker import main
@@ -52,6 +53,9 @@ class FakeEngine:
         found = self._running.pop((slot, generation), None)
         if found is not None:
             self._out.add(slot, generation, 0, found[1], Finish.CANCELLED | NO_TOKEN)
+
+    def attach(self, base: int, meter: Spec | None) -> None: ...
+    def detach(self, base: int) -> None: ...
 
     def step(self) -> Records:
         self.steps += 1

@@ -184,7 +184,7 @@ def test_a_bucket_is_exact(limit: int, steps: list[tuple[int, int]]) -> None:
         bucket.take(units)
         assert bucket.available(now) == before - units
         wait = bucket.wait_s(min(limit, 1))
-        assert (wait == 0) == (bucket._level >= 60 * S)
+        assert (wait == 0) == (bucket.level >= 60 * S)
 
 
 def test_changes_keep_what_was_used() -> None:

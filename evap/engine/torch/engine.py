@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from evap.engine.meter import StepMeter
+from evap.engine.meter import SharedMeter, Spec, StepMeter
 from evap.engine.torch.cache import BlockPool
 from evap.engine.torch.config import ModelConfig
 from evap.engine.torch.load import BLOCK_SIZE, Loaded, is_out_of_memory
@@ -51,7 +51,7 @@ class Engine:
         self._seqs: dict[tuple[int, int], Seq] = {}
         self._rows: dict[Seq, Row] = {}
         self._outbox = Records()
-        self.meter = StepMeter()
+        self.meter: StepMeter | SharedMeter = StepMeter()
         self.steps = 0
 
     @property
@@ -103,6 +103,16 @@ class Engine:
             self._outbox.add(slot, generation, 0, 0, Finish.ERROR | NO_TOKEN)
             return
         self._seqs[slot, generation] = self.scheduler.add(slot, generation, request, self._loaded.config.eos_ids)
+
+    def attach(self, base: int, meter: Spec | None) -> None:
+        """Another process submits from now on, with `base` added to its slots, and has this page for them."""
+        if isinstance(self.meter, SharedMeter):
+            self.meter.attach(base, meter)
+
+    def detach(self, base: int) -> None:
+        """It is gone."""
+        if isinstance(self.meter, SharedMeter):
+            self.meter.detach(base)
 
     def cancel(self, slot: int, generation: int) -> None:
         """End a request between two steps; unknown ones are ignored."""

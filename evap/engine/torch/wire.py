@@ -1,8 +1,8 @@
 """What the server and an engine's process say to each other: msgpack frames over a stream socket, no I/O here.
 
-A frame is a little-endian u32 length and a msgpack document. The supervisor sends Boot first, then Submit, Cancel and
-Stop; the worker sends Progress and then Ready, LogprobBatch before the doorbell of the step that it belongs to, and
-Fatal before it gives up. Tokens travel in the ring, not here.
+A frame is a little-endian u32 length and a msgpack document. The supervisor sends Boot first, then Submit, Cancel,
+Attach and Stop; the worker sends Progress and then Ready, LogprobBatch before the doorbell of the step that it belongs
+to, X
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
     generation: int
 
 
+class Attach(msgspec.Struct, frozen=True, tag="attach", array_like=True):
+    """One more channel, for another process. Its socket, ring memory and doorbell come with it (SCM_RIGHTS)."""
+
+    ring_capacity: int
+    meter: dict[str, str] | None = None
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop", array_like=True):
     pass
 
@@ -76,7 +83,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal", array_like=True):
     remedy: str = ""
 
 
-ToWorker = Boot | Submit | Cancel | Stop
+ToWorker = Boot | Submit | Cancel | Attach | Stop
 FromWorker = Progress | Ready | LogprobBatch | Fatal
 
 _encoder = msgspec.msgpack.Encoder()

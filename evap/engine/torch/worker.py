@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
-import os
-import select
 import signal
 import sys
 import time
@@ -19,17 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-from evap.engine.meter import StepMeter
+from evap.engine.meter import SharedMeter, Spec, StepMeter
 from evap.engine.torch import wire
+from evap.engine.torch.links import FULL_RING_S, SLOT_MASK, Link, Links, Patience, give_up, publish_all
 from evap.engine.torch.records import Records
 from evap.errors import StartupError
 from evap.messages import EngineInfo, GenerateRequest
-from evap.ring import RingWriter, ring_bytes
 
 _PR_SET_PDEATHSIG: Final = 1
-_READ_BYTES: Final = 1 << 20
-#: Between looks at a ring that is too full for the next step.
-_FULL_RING_S: Final = 0.001
 
 
 class Core(Protocol):
@@ -56,6 +50,14 @@ class Core(Protocol):
 
     def submit(self, slot: int, generation: int, request: GenerateRequest) -> None: ...
     def cancel(self, slot: int, generation: int) -> None: ...
+    def attach(self, base: int, meter: Spec | None) -> None:
+        """Another process submits from now on, with `base` added to its slots, and has this page for them."""
+        ...
+
+    def detach(self, base: int) -> None:
+        """It is gone; what it had submitted is cancelled."""
+        ...
+
     def step(self) -> Records: ...
     def pace(self, elapsed_ns: int) -> None:
         """How long the last step took, before the next."""
@@ -65,45 +67,6 @@ class Core(Protocol):
     def relieve(self) -> None:
         """After an out-of-memory: give up one request, so that it cannot go on for ever."""
         ...
-
-
-class Link:
-    """The worker's ends of socket, ring and doorbell. Writes block; reads block only when asked to."""
-
-    def __init__(self, sock: int, memory: int, bell: int) -> None:
-        self._sock, self._memory, self._bell = sock, memory, bell
-        self._frames = wire.to_worker()
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        self._early: list[wire.ToWorker] = []
-
-    def open_ring(self, capacity: int) -> RingWriter:
-        return RingWriter(mmap.mmap(self._memory, ring_bytes(capacity)), capacity)
-
-    def boot(self) -> wire.Boot:
-        """The first message."""
-        first, *self._early = self.receive(wait=True)
-        if not isinstance(first, wire.Boot):
-            raise EOFError
-        return first
-
-    def receive(self, *, wait: bool) -> list[wire.ToWorker]:
-        """Messages that are there; if `wait`, at least one. Raises EOFError when the parent has closed."""
-        messages, self._early = self._early, []
-        while self._poll.poll(None if wait and not messages else 0):
-            data = os.read(self._sock, _READ_BYTES)
-            if not data:
-                raise EOFError
-            messages += self._frames.feed(data)
-        return messages
-
-    def send(self, message: wire.FromWorker) -> None:
-        data = memoryview(wire.frame(message))
-        while data:
-            data = data[os.write(self._sock, data) :]
-
-    def ring_bell(self) -> None:
-        os.eventfd_write(self._bell, 1)
 
 
 Build = Callable[[wire.Boot, Callable[[str], None]], Core]
@@ -120,7 +83,9 @@ def build(boot: wire.Boot, progress: Callable[[str], None]) -> Core:
     progress("warming up")
     with room_for("the first step", "lower --kv-cache-mb, --prefill-chunk or --max-running"):
         engine.warm_up()
-    engine.meter = StepMeter(boot.meter, loaded.device.type, time.monotonic_ns)
+    engine.meter = SharedMeter(
+        lambda spec: StepMeter(spec, loaded.device.type, time.monotonic_ns), boot.meter, SLOT_MASK
+    )  # fmt: skip
     return engine
 
 
@@ -128,34 +93,41 @@ def serve(link: Link, build: Build) -> None:
     """Boot from the first message, then run until Stop or the end of the socket (EOFError)."""
     boot = link.boot()
     engine = build(boot, lambda line: link.send(wire.Progress(line)))
-    ring = link.open_ring(boot.ring_capacity)
+    link.open_ring(boot.ring_capacity)
     link.send(wire.Ready(engine.info))
-    run(engine, ring, link)
+    with contextlib.closing(Links(link)) as links:
+        run(engine, links)
 
 
-def run(engine: Core, ring: RingWriter, link: Link) -> None:
+def run(engine: Core, links: Links) -> None:
     """Take commands, step, publish."""
+    patience = Patience()
     while True:
-        for message in link.receive(wait=engine.idle):
+        for link, message in links.receive(wait=engine.idle):
             if isinstance(message, wire.Stop):
                 return
-            _obey(message, engine)
-        if ring.room() < engine.bound:
-            time.sleep(_FULL_RING_S)  # the reader is behind: a step now could overrun it
+            _obey(message, engine, link, links)
+        if patience.crowded(engine, links):
+            time.sleep(FULL_RING_S)  # a reader is behind: a step now could overrun it
         elif not engine.idle:
             begin = time.monotonic_ns()
             records = _step(engine)
             engine.pace(time.monotonic_ns() - begin)
-            ring.tell_kv_usage(engine.kv_usage)
-            publish(records, engine.steps, ring, link)
+            links.tell_kv_usage(engine.kv_usage)
+            publish_all(records, engine.steps, links)
 
 
-def _obey(message: wire.ToWorker, engine: Core) -> None:
+def _obey(message: wire.ToWorker | None, engine: Core, link: Link, links: Links) -> None:
     match message:
         case wire.Submit():
-            engine.submit(message.slot, message.generation, wire.unpack_request(message))
+            link.live[message.slot] = message.generation
+            engine.submit(link.base + message.slot, message.generation, wire.unpack_request(message))
         case wire.Cancel():
-            engine.cancel(message.slot, message.generation)
+            engine.cancel(link.base + message.slot, message.generation)
+        case wire.Attach():
+            engine.attach(links.attach(message.ring_capacity), message.meter)
+        case None:
+            give_up(engine, link, links)
 
 
 def _step(engine: Core) -> Records | None:
@@ -169,27 +141,6 @@ def _step(engine: Core) -> Records | None:
         return None
 
 
-def publish(records: Records | None, step: int, ring: RingWriter, link: Link) -> None:
-    """Log probabilities, records, doorbell: in this order, so that a reader of the ring finds the first there.
-
-    One doorbell, unless a mass of cancels does not fit the ring at once: the rest waits for the reader then.
-    """
-    if records is None:
-        return
-    if records.logprobs:
-        link.send(wire.LogprobBatch(records.logprobs))
-    done = 0
-    while done < len(records):
-        part = slice(done, done + ring.room())
-        if part.start == part.stop:
-            time.sleep(_FULL_RING_S)
-            continue
-        slot, generation, token = records.slot[part], records.generation[part], records.token[part]
-        ring.write(slot, generation, token, records.index[part], records.flags[part], step)
-        link.ring_bell()
-        done = part.stop
-
-
 def _die_with_parent() -> None:
     """SIGKILL when the parent ends. Signals to a whole group (^C, a service manager) are the parent's to act on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -201,6 +152,13 @@ def main(argv: list[str], build: Build = build) -> int:
     """Exit status 0 after Stop, 1 after an error (reported as Fatal), 2 when the parent is gone."""
     _die_with_parent()
     link = Link(*map(int, argv))
+    try:
+        return _serve(link, build)
+    finally:
+        link.close()
+
+
+def _serve(link: Link, build: Build) -> int:
     try:
         serve(link, build)
     except (EOFError, BrokenPipeError):

@@ -17,8 +17,9 @@ from evap.config import EngineConfig
 from evap.engine.supervisor import TorchReplica
 from evap.engine.torch import wire
 from evap.engine.torch import worker as module
+from evap.engine.torch.links import Link, Links, publish
 from evap.engine.torch.records import Records
-from evap.engine.torch.worker import Link, main, publish, run
+from evap.engine.torch.worker import main, run
 from evap.errors import StartupError
 from evap.messages import Finish, GenerateRequest, ReplicaState, TokenLogprobs
 from evap.ring import RingReader, ring_bytes
@@ -56,7 +57,7 @@ class Ends:
         return bool(select.select([self.bell], [], [], 0)[0])
 
     def close(self) -> None:
-        for end in (self.sock, self.theirs):
+        for end in (self.sock, self.theirs, self.link):
             end.close()
         os.close(self.memory)
         os.close(self.bell)
@@ -131,7 +132,7 @@ def test_more_records_than_the_ring_holds_wait_for_the_reader(ends: Ends) -> Non
 
 def test_it_never_overruns_a_reader_that_sleeps(ends: Ends) -> None:
     ring = ends.link.open_ring(CAPACITY)
-    thread = threading.Thread(target=run, args=(FakeEngine(), ring, ends.link))
+    thread = threading.Thread(target=run, args=(FakeEngine(), Links(ends.link)))
     thread.start()
     ends.say(wire.pack_request(3, 1, request(COUNT, 100)))
     tokens: list[int] = []

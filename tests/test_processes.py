@@ -1,0 +1,229 @@
+"""`--workers N` as clients meet it: one port, one set of accounts, one page of metrics, whoever answers or dies."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import subprocess
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from evap.config import Config, EngineConfig, ProtocolConfig
+from evap.processes import shares
+from tests.clients.asking import SOON_S, chat, eventually, said, text_of
+from tests.listeners import tcp_ports, tree
+from tests.many import CHAT, JSON, StartServer, ask, key_file, loops, numbers, records, streams, usage
+from tests.support import STOP_TIMEOUT_S, Server, running
+
+
+def test_every_process_serves_and_one_scrape_has_exact_sums(start_server: StartServer, tmp_path: Path) -> None:
+    """Case 92: many requests over many connections; what clients counted is on the page and in the ledger."""
+    server = start_server("--workers", "3", "--synthetic-step-ms", "0", "--data-dir", str(tmp_path))
+    assert "3 loop processes" in server.log
+    dice = random.Random(92)
+    sizes = [dice.randint(1, 40) for _ in range(120)]
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda n: ask(server, f"w{n}", sizes[n], stream=n % 2 == 0), range(len(sizes))))
+    assert [a.status_code for a in answers] == [200] * len(sizes)
+    got = sum(len(text_of(a.content)) for a in answers[::2])
+    got += sum(a.json()["usage"]["completion_tokens"] for a in answers[1::2])
+    assert got == sum(sizes)
+    for _ in range(4):  # whichever process is asked
+        page = numbers(server)
+        assert page['evap_exchanges_total{end="length"}'] == len(sizes)
+        assert page['evap_tokens_total{kind="delivered"}'] == sum(sizes)
+        assert page["evap_generated_tokens_total"] == sum(sizes)
+        assert page["evap_request_duration_seconds_count"] == len(sizes)
+        assert page["evap_loop_processes"] == 3
+    eventually(lambda: numbers(server)["evap_ledger_records_total"] == len(sizes), "the ledger has them")
+    rows = records(tmp_path)
+    assert (len(rows), sum(r.delivered for r in rows)) == (len(sizes), sum(sizes))
+    used = httpx.get(server.url + "/v1/usage?group_by=key", trust_env=False, timeout=STOP_TIMEOUT_S).json()
+    assert (used["data"][0]["exchanges"], used["data"][0]["delivered"]) == (len(sizes), sum(sizes))
+    served = [p for p in loops(server) if p.cpu_times().user > 0]
+    assert len(served) == 3
+
+
+def test_a_budget_holds_for_all_processes_together(start_server: StartServer, tmp_path: Path) -> None:
+    """Case 44: 50 at once against a budget for ten; not one token more than it has."""
+    path, secret = key_file(tmp_path, tokens_per_day=200)
+    server = start_server(
+        "--workers", "3", "--synthetic-step-ms", "1", "--api-keys", path, "--data-dir", str(tmp_path / "data")
+    )
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(lambda n: ask(server, "w", 10, secret, stream=False), range(50)))
+    assert Counter(a.status_code for a in answers).keys() <= {200, 429, 402, 403}
+    used = sum(a.json()["usage"]["total_tokens"] for a in answers if a.status_code == 200)
+    assert 150 < used <= 200
+    refused = next(a for a in answers if a.status_code != 200)
+    assert refused.json()["error"]["code"] == "insufficient_quota" or "tokens per day" in refused.text
+    server.stop()
+    assert sum(r.prompt + r.billable for r in records(tmp_path / "data")) == used
+
+
+def test_streams_of_a_key_are_counted_over_all_processes(start_server: StartServer, tmp_path: Path) -> None:
+    path, secret = key_file(tmp_path, max_streams=4)
+    server = start_server(
+        "--workers", "3", "--synthetic-ttft-ms", "2000", "--synthetic-step-ms", "0", "--api-keys", path
+    )
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda n: ask(server, "w", 3, secret).status_code, range(20)))
+    assert Counter(answers) == {200: 4, 429: 16}
+    assert ask(server, "w", 3, secret).status_code == 200  # they were given back
+
+
+def test_an_operation_is_generated_once_whichever_process_it_comes_to(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    server = start_server("--workers", "3", "--synthetic-step-ms", "20", "--data-dir", str(tmp_path))
+    with ThreadPoolExecutor(12) as pool:
+        headers = {"idempotency-key": "once"}
+        answers = list(pool.map(lambda n: ask(server, "w", 30, headers=headers, stream=False), range(12)))
+    assert Counter(a.status_code for a in answers) == {200: 1, 409: 11}
+    [made] = [a.json()["id"] for a in answers if a.status_code == 200]
+    assert all(made in a.text for a in answers)
+    late = [ask(server, "w", 30, headers=headers) for _ in range(6)]
+    assert {a.json()["error"]["code"] for a in late} == {"operation_complete"}
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["memory", "ledger"])
+def test_an_exchange_can_be_asked_for_at_every_process(kept: bool, start_server: StartServer, tmp_path: Path) -> None:
+    flags = ("--data-dir", str(tmp_path)) if kept else ()
+    server = start_server("--workers", "3", "--synthetic-step-ms", "30", *flags)
+    with httpx.stream("POST", server.url + CHAT, headers=JSON, content=chat("w", 100), timeout=SOON_S) as stream:
+        lines = stream.iter_lines()
+        id = json.loads(next(lines).removeprefix("data: "))["id"]
+        while_it_runs = [usage(server, id) for _ in range(8)]
+        for _ in lines:
+            pass
+    assert {(u["state"], u["prompt"], u["operation"]) for u in while_it_runs} == {("running", 12, "")}
+    counts = [u["computed"] for u in while_it_runs]
+    assert counts == sorted(counts)
+    eventually(lambda: usage(server, id)["state"] == "settled", "it is settled")
+    assert {(u["state"], u["delivered"]) for u in (usage(server, id) for _ in range(8))} == {("settled", 100)}
+    assert httpx.get(f"{server.url}/v1/usage/chatcmpl-none", trust_env=False).status_code == 404
+
+
+def test_a_killed_process_is_replaced_and_its_exchanges_are_settled(tmp_path: Path) -> None:
+    """kill -9 of one: the others' streams go on; nothing is lost from, or twice in, ledger and accounts."""
+    path, secret = key_file(tmp_path, max_streams=40, tokens_per_day=1_000_000)
+    data = tmp_path / "data"
+    with running("--workers", "3", "--synthetic-step-ms", "10", "--api-keys", path, "--data-dir", str(data)) as server:
+        done = [ask(server, "w", 5, secret).status_code for _ in range(20)]
+        assert done == [200] * 20
+        before = numbers(server, secret)
+        life = streams(server, 30, 120, secret)
+        next(life)
+        victim = loops(server)[1]
+        victim.kill()
+        answers = next(life)
+        whole = [a for a in answers if a.endswith(b"data: [DONE]\n\n") and b'"error"' not in a]
+        broken = len(answers) - len(whole)
+        assert 0 < broken < 30
+        new_one = lambda: len(loops(server)) == 3 and numbers(server, secret)["evap_loop_processes"] == 3  # noqa: E731
+        eventually(new_one, "a new one serves", STOP_TIMEOUT_S)
+        page = numbers(server, secret)
+        assert page['evap_exchanges_total{end="interrupted"}'] == broken
+        assert page['evap_exchanges_total{end="length"}'] == 20 + len(whole)
+        assert page['evap_tokens_total{kind="delivered"}'] >= before['evap_tokens_total{kind="delivered"}']
+        rows = records(data)
+        assert Counter(r.end for r in rows) == {"length": 20 + len(whole), "interrupted": broken}
+        assert all(0 < r.computed < 120 for r in rows if r.end == "interrupted")
+        assert page['evap_tokens_total{kind="computed"}'] == sum(r.computed for r in rows)
+        again = list(streams(server, 36, 5, secret))[1]  # no stream of the dead one is held any more
+        assert all(a.endswith(b"data: [DONE]\n\n") for a in again)
+
+
+def test_a_stopped_process_holds_up_no_scrape(start_server: StartServer) -> None:
+    server = start_server("--workers", "2", "--synthetic-step-ms", "0")
+    assert [ask(server, "w", 3).status_code for _ in range(8)] == [200] * 8
+    numbers(server)  # so that something is known of all
+    victim = loops(server)[0]
+    victim.suspend()
+    try:
+        began = time.monotonic()
+        for _ in range(8):  # until the other one is asked
+            try:
+                text = httpx.get(server.url + "/metrics", timeout=3, trust_env=False).text
+                break
+            except httpx.TimeoutException:
+                continue
+        assert 'evap_exchanges_total{end="length"} 8' in text
+        assert time.monotonic() - began < STOP_TIMEOUT_S
+    finally:
+        victim.resume()
+
+
+def test_the_tree_listens_on_its_port_only_and_random_bytes_hurt_nobody(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """Case 86: whatever the processes say to each other goes over inherited descriptors."""
+    path = str(tmp_path / "s")
+    server = start_server(
+        "--workers", "2", "--synthetic-step-ms", "0", "--uds", path, "--data-dir", str(tmp_path / "d")
+    )
+    assert tcp_ports(tree(server.process.pid)) == {server.port}
+    dice = random.Random(86)
+    places: list[tuple[int, Any]] = [(socket.AF_INET, ("127.0.0.1", server.port)), (socket.AF_UNIX, path)]
+    for family, place in places * 20:
+        with socket.socket(family) as rude:
+            rude.settimeout(STOP_TIMEOUT_S)
+            rude.connect(place)
+            try:
+                rude.sendall(dice.randbytes(dice.choice((1, 30, 3000))))
+                rude.shutdown(socket.SHUT_WR)
+                while rude.recv(65_536):
+                    pass
+            except OSError:
+                pass  # it was closed before all was sent
+    assert text_of(ask(server, "polite", 20).content) == said("polite", 20)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=path)) as client:
+        found = [client.get("http://localhost/health").status_code for _ in range(4)]
+    assert found == [200] * 4
+    assert len(loops(server)) == 2
+
+
+def test_a_taken_port_is_said_once() -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = Server("--engine", "synthetic", "--workers", "2", "--port", str(taken.getsockname()[1]))
+        assert server.process.wait(STOP_TIMEOUT_S) == 2
+        server.kill()
+        assert server.log.count("is taken") == 1
+
+
+def test_one_self_signed_certificate_for_all(start_server: StartServer) -> None:
+    server = start_server("--workers", "3", "--tls", "self-signed", "--synthetic-step-ms", "0")
+    import ssl
+
+    certificates = {ssl.get_server_certificate(("127.0.0.1", server.port)) for _ in range(12)}
+    assert len(certificates) == 1
+
+
+def test_limits_of_the_whole_are_split() -> None:
+    config = shares(
+        Config(protocol=ProtocolConfig(max_connections=10), engine=EngineConfig(max_queued_requests=7, max_running=64)),
+        4,
+    )
+    assert config.protocol.max_connections == 3
+    assert (config.engine.max_queued_requests, config.engine.max_running) == (2, 64)
+    own = shares(Config(engine=EngineConfig(engine="synthetic", max_running=64)), 4)
+    assert own.engine.max_running == 16
+
+
+def test_vllm_is_refused_with_a_reason() -> None:
+    pytest.importorskip("vllm")
+    done = subprocess.run(
+        ["python", "-m", "evap", "serve", "--engine", "vllm", "--workers", "2", "--port", "0"], capture_output=True,
+        text=True, timeout=STOP_TIMEOUT_S,
+    )  # fmt: skip
+    assert "--workers needs the torch or the synthetic engine" in done.stderr

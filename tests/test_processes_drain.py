@@ -1,0 +1,69 @@
+"""Signals to a server of several processes: all of them drain, reload and end together."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+
+from evap.metering import keys
+from tests.clients.asking import eventually, said, text_of
+from tests.listeners import tree
+from tests.many import StartServer, ask, key_file, streams
+from tests.support import STOP_TIMEOUT_S
+
+
+def test_sigterm_with_fifty_streams_over_four_processes(start_server: StartServer) -> None:
+    """Cases 90 and 75: all of them finish."""
+    server = start_server("--workers", "4", "--synthetic-step-ms", "20")
+    life = streams(server, 50, 80)
+    next(life)
+    server.process.send_signal(signal.SIGTERM)
+    assert [text_of(answer) for answer in next(life)] == [said(f"s{n}", 80) for n in range(50)]
+    assert server.process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_at_the_deadline_all_get_an_error_event(start_server: StartServer) -> None:
+    server = start_server("--workers", "3", "--synthetic-step-ms", "20", "--drain-timeout-s", "0.2")
+    life = streams(server, 12, 100_000, ignore_eos=True)
+    next(life)
+    server.process.send_signal(signal.SIGTERM)
+    for answer in next(life):
+        assert b'"draining"' in answer
+        assert answer.endswith(b"data: [DONE]\n\n")
+    assert server.process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_a_service_manager_that_signals_every_process_drains_like_any_other(start_server: StartServer) -> None:
+    server = start_server("--workers", "2", "--synthetic-step-ms", "20")
+    life = streams(server, 6, 40)
+    next(life)
+    for pid in tree(server.process.pid)[::-1]:
+        psutil.Process(pid).send_signal(signal.SIGTERM)
+    assert [text_of(answer) for answer in next(life)] == [said(f"s{n}", 40) for n in range(6)]
+    assert server.process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_a_second_signal_does_not_wait(start_server: StartServer) -> None:
+    server = start_server("--workers", "2", "--synthetic-step-ms", "20", "--drain-timeout-s", str(10 * STOP_TIMEOUT_S))
+    life = streams(server, 2, 100_000, ignore_eos=True)
+    next(life)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_log("draining")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(STOP_TIMEOUT_S) == 1
+    next(life)
+
+
+def test_sighup_reaches_all_and_drops_nothing(start_server: StartServer, tmp_path: Path) -> None:
+    path, secret = key_file(tmp_path)
+    server = start_server("--workers", "3", "--synthetic-step-ms", "20", "--api-keys", path)
+    life = streams(server, 9, 60, secret)
+    next(life)
+    other = keys.create(Path(path), "bob", {"max_streams": 1})
+    assert ask(server, "w", 1, other).status_code == 401
+    server.process.send_signal(signal.SIGHUP)
+    eventually(lambda: server.log.count("2 keys read from") == 3, "all have read the file")
+    assert [ask(server, "w", 1, other).status_code for _ in range(9)] == [200] * 9
+    assert [text_of(answer) for answer in next(life)] == [said(f"s{n}", 60) for n in range(9)]
