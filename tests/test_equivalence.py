@@ -24,6 +24,7 @@ from evap.protocol.limits import Shared
 from tests.fakes import run_now
 from tests.test_dispatch import House
 
+JSON = [("content-type", "application/json")]
 NEVER = "\u2603 no answer says this"
 
 
@@ -62,11 +63,11 @@ class Pair(House):
         elif isinstance(event, h2.events.StreamEnded):
             self.open.discard(event.stream_id)
 
-    def request(self, **fields: Any) -> int:
+    def request(self, *, push: bool = False, **fields: Any) -> int:
         stream = self.client.get_next_available_stream_id()
         body = json.dumps({"messages": [{"role": "user", "content": "babel: go"}], "stream": True, **fields}).encode()
         head = {":method": "POST", ":scheme": "http", ":authority": "x", ":path": "/v1/chat/completions"}
-        self.client.send_headers(stream, [*head.items(), ("content-type", "application/json")])
+        self.client.send_headers(stream, [*head.items(), *JSON, *([("evap-push", "blocks")] if push else [])])
         self.client.send_data(stream, body, end_stream=True)
         self.open.add(stream)
         return stream

@@ -199,7 +199,7 @@ class RowTable:
         the caller sends the others its own way, after which their slots are no longer on rows.
         """
         plan = self._plan
-        if plan is not None and plan.left and self._again(plan, slots, ok):
+        if plan is not None and plan.left > 0 and self._again(plan, slots, ok):
             refused = plan.run(tokens if plan.at is None else tokens[plan.at], table)
             if refused is None:
                 plan.left -= 1

@@ -20,7 +20,7 @@ from tests.protocol import frames as f
 from tests.test_equivalence import Pair
 
 HEAD: Final = [(":method", "POST"), (":scheme", "http"), (":authority", "x"), (":path", "/v1/chat/completions")]
-SIDS: Final = st.sampled_from([0, 1, 3, 5, 7, 9, 101])
+SIDS: Final = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 9, 101])
 RAW: Final = st.one_of(
     st.builds(f.frame, st.sampled_from([*range(10), f.ALTSVC, f.PRIORITY_UPDATE, 0xEE]), st.integers(0, 255), SIDS,
               st.one_of(st.binary(max_size=12), st.just(f.block(f.GET)), st.just(f.block(f.POST)))),
@@ -30,6 +30,9 @@ RAW: Final = st.one_of(
 MOVES: Final = st.lists(
     st.one_of(
         st.tuples(st.just("request"), st.integers(1, 3), st.integers(1, 30), st.booleans(), st.booleans()),
+        st.tuples(st.just("push"), st.integers(2, 3), st.integers(1, 30)),
+        st.tuples(st.just("allow"), st.sampled_from([SettingCodes.ENABLE_PUSH, SettingCodes.MAX_CONCURRENT_STREAMS]),
+                  st.integers(0, 1)),
         st.tuples(st.just("begin"), st.booleans()),
         st.tuples(st.just("body"), st.integers(0, 3), st.integers(0, 400), st.booleans()),
         st.tuples(st.just("steps"), st.integers(1, 12)),
@@ -81,12 +84,20 @@ class Machine(Pair):
         if isinstance(event, h2.events.StreamReset):
             self.open.discard(event.stream_id)
             self.half.pop(event.stream_id, None)
+        elif isinstance(event, h2.events.PushedStreamReceived):
+            self.open.add(int(event.pushed_stream_id or 0))
 
     # moves
 
     def _request(self, n: int, tokens: int, stream: bool, stop: bool) -> None:
         more: dict[str, Any] = {"stop": ["\u2603 never"]} if stop else {}
         self.request(n=n, max_tokens=tokens, stream=stream, **more)
+
+    def _push(self, n: int, tokens: int) -> None:
+        self.request(push=True, n=n, max_tokens=tokens, stream_options={"include_usage": True})
+
+    def _allow(self, setting: SettingCodes, value: int) -> None:
+        self.client.update_settings({setting: value})
 
     def _begin(self, declared: bool) -> None:
         sid = self.client.get_next_available_stream_id()
@@ -165,6 +176,7 @@ class Machine(Pair):
             self.loop.run(0.01)
         self.dispatch.steps.settle_ended()
         assert not self.server.streams
+        assert not self.server.pushes.busy
         assert self.server.shared.body_bytes == 0
         assert not self.dispatch.open, "an exchange is not settled"
         settled = [id(exchange) for exchange, _ in self.settled]
@@ -187,6 +199,7 @@ def seeds() -> list[Callable[[], Machine]]:
     rows = [("request", 2, 30, True, False), ("steps", 3), ("initial", 100), ("steps", 3), ("widen", 0, 2000)]
     return [
         lambda: life(5000, [*rows, ("steps", 12), ("reset", 0), ("steps", 5)]),
+        lambda: life(9000, [("push", 3, 30), ("steps", 5), ("reset", 1), ("steps", 5), ("allow", 2, 0), ("reset", 1)]),
         lambda: life(0, [("begin", True), ("body", 0, 400, True), ("request", 1, 5, False, True), ("steps", 9)]),
         lambda: life(65_535, [("begin", False), ("raw", f.data(1, b"x")), ("reset", 0), ("turn",), ("ping",)]),
     ]

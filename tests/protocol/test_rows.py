@@ -157,6 +157,19 @@ def test_window_frames_see_the_true_window() -> None:
     assert table.window[0] == 66_535 - spent
 
 
+def test_a_window_that_was_made_negative_takes_no_rows() -> None:
+    """RFC 9113 6.9.2: a lowered SETTINGS_INITIAL_WINDOW_SIZE; the plan of the last step is still there."""
+    table, core = RowTable(8), FakeCore()
+    join(table, core, 0, 1)
+    assert push(table, [(0, 0)]) == [True]
+    table.before_window_frame(core, 0)
+    core.windows[1] = -500
+    table.after_window_frame(core, 0)
+    assert push(table, [(0, 0)]) == [False]
+    assert core.windows[1] == -500
+    assert len(core.output) == 1
+
+
 def test_join_is_refused_while_bytes_are_buffered() -> None:
     table, core = RowTable(8), FakeCore()
     core.windows[1] = 100
