@@ -118,6 +118,7 @@ class Dispatch:
         info = self.replica.info
         self.steps.grow(info.vocab_size)
         self.room.engine_runs(info.max_running)
+        self._shell.soon(self.room.pump)
         self.text.limit_tokens = info.max_model_len - 1
 
     def engine_lost(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from evap.errors import Draining, InvalidRequest, Overloaded, RateLimited
 from evap.exchange import State
-from evap.messages import GenerateRequest
+from evap.messages import GenerateRequest, ReplicaState
 from evap.protocol.api.router import dialects
 from tests.fakes import FakeReply, head
 from tests.test_dispatch import House
@@ -237,6 +239,21 @@ def test_an_engine_that_dies_takes_no_waiting_request_with_it(line: Line) -> Non
     line.loop.run()
     assert line.started == ["running"]
     assert line.send("b").started
+
+
+def test_an_engine_that_runs_more_than_before_takes_what_waits(line: Line) -> None:
+    """A second replica is ready: places come without a slot being given back."""
+    line.send("running", max_tokens=1000, ignore_eos=True)
+    line.send("a")
+    line.send("b")
+    info = line.replica.info
+    more = msgspec.structs.replace(info, max_running=2)
+    line.dispatch.replica = SimpleNamespace(info=more, state=ReplicaState.READY, **{
+        name: getattr(line.replica, name) for name in ("submit", "check", "cancel", "adapters")
+    })  # fmt: skip
+    line.dispatch.engine_ready()
+    line.loop.run(0.0)
+    assert line.started == ["running", "a"]
 
 
 def test_a_long_wait_shows_life(line: Line) -> None:

@@ -54,11 +54,12 @@ class Router:
 
     @property
     def info(self) -> EngineInfo:
-        """The first one's: all run the same model with the same options; max_running and kv_tokens are sums."""
+        """The first one's: all run the same model with the same options; max_running and kv_tokens are sums over those
+        that are ready."""
         ready = [replica for replica in self.replicas if replica.state is ReplicaState.READY]
         known = [replica.info for replica in ready or self.replicas[:1]]
         one = known[0]
-        many = len(self.replicas)
+        many = len(known)
         return msgspec.structs.replace(one, max_running=one.max_running * many, kv_tokens=one.kv_tokens * many)
 
     @property

@@ -138,3 +138,12 @@ def test_one_that_can_never_start_stops_all() -> None:
 def test_info_is_of_all_together() -> None:
     router, _, _ = ready(Toy(), Toy())
     assert (router.info.max_running, router.info.kv_tokens, router.info.vocab_size) == (8, 20, 9)
+
+
+def test_a_replica_that_is_down_runs_nothing() -> None:
+    a, b = Toy(), Toy()
+    router, _, _ = ready(a, b)
+    b.state = ReplicaState.FAILED
+    assert router.info.max_running == 4
+    a.state = ReplicaState.FAILED
+    assert router.info.max_running == 4, "of one, for want of a better answer"
