@@ -153,7 +153,37 @@ leaves = st.none() | st.booleans() | ids | numbers | st.text(max_size=8)
 trees = st.recursive(
     leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
 )
-extras = st.dictionaries(
+#: nearly JSON schemas: what compilers of grammars get to see
+schemas = st.recursive(
+    st.fixed_dictionaries({"type": st.sampled_from(["string", "integer", "number", "boolean", "null", "colour"])})
+    | st.fixed_dictionaries({"enum": st.lists(leaves, max_size=3)})
+    | st.fixed_dictionaries({"type": st.just("string"), "pattern": st.text("ab()[]*+?{1,}\\^$|", max_size=8)}),
+    lambda inner: (
+        st.fixed_dictionaries(
+            {"type": st.just("object"), "properties": st.dictionaries(st.text(max_size=4), inner, max_size=3)},
+            optional={"required": st.lists(st.text(max_size=4), max_size=2), "additionalProperties": inner | leaves},
+        )
+        | st.fixed_dictionaries({"type": st.just("array"), "items": inner}, optional={"minItems": ids, "maxItems": ids})
+        | st.fixed_dictionaries({"anyOf": st.lists(inner, max_size=3)})
+        | st.fixed_dictionaries({"$ref": st.sampled_from(["#", "#/$defs/a", "http://x/y"]), "$defs": trees})
+    ),
+    max_leaves=6,
+)
+constraints = st.one_of(
+    st.fixed_dictionaries({"json": schemas}),
+    st.fixed_dictionaries({"regex": st.text("ab()[]*+?{1,}\\^$|.", max_size=12)}),
+    st.fixed_dictionaries({"choice": st.lists(st.text(max_size=6), max_size=4)}),
+    st.fixed_dictionaries({"grammar": st.text('root:=" ab|()\n', max_size=30)}),
+    st.fixed_dictionaries({"structural_tag": st.text(max_size=10) | trees}),
+)
+near = st.one_of(
+    constraints.map(lambda c: {"structured_outputs": c}),
+    schemas.map(lambda s: {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": s}}}),
+    st.lists(st.text(max_size=6), max_size=4).map(lambda words: {"bad_words": words}),
+    st.lists(ids, max_size=4).map(lambda listed: {"allowed_token_ids": listed}),
+    st.integers(-2, 30).map(lambda n: {"prompt_logprobs": n}),
+)
+extras = near | st.dictionaries(
     st.sampled_from(
         [
             "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -164,8 +194,15 @@ extras = st.dictionaries(
     max_size=2,
 )  # fmt: skip
 hostile = st.builds(
-    lambda prompt, fields: GenerateRequest(prompt_ids=prompt, sampling=SamplingParams(**fields)),
+    lambda prompt, outer, fields: GenerateRequest(prompt_ids=prompt, sampling=SamplingParams(**fields), **outer),
     st.lists(ids, max_size=6) | st.just([5, 6]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "priority": st.integers(-(2**31), 2**31 - 1), "cache_salt": st.text(max_size=20),
+            "adapter": st.sampled_from(["", "mine"]),
+        },
+    ),
     st.fixed_dictionaries(
         {"max_tokens": st.integers(-1, 5)},
         optional={
