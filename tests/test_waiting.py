@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from evap.errors import Draining, InvalidRequest, Overloaded, RateLimited
-from evap.exchange import State
+from evap.errors import Draining, Overloaded, RateLimited
 from evap.messages import GenerateRequest, ReplicaState
 from evap.protocol.api.router import dialects
 from tests.fakes import FakeReply, head
@@ -269,93 +268,3 @@ def test_a_long_wait_shows_life(line: Line) -> None:
     line.loop.run()
     assert streamed.reasons() == [(0, "length")]
     assert whole.status == 200
-
-
-# Deadlines
-
-
-@pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", "604800001", "9" * 11, "1e3", "٣"])
-def test_a_malformed_deadline_is_refused(line: Line, value: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        line.send("a", headers={"evap-deadline-ms": value})
-    assert refused.value.param == "evap-deadline-ms"
-    assert not line.dispatch.open
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_deadline_that_passes_in_the_queue(line: Line, stream: bool) -> None:
-    line.send("running", max_tokens=200, ignore_eos=True)
-    reply = line.send("a", headers={"evap-deadline-ms": "50"}, stream=stream)
-    line.loop.run(0.049)
-    assert reply.status == 0
-    line.loop.run(0.002)
-    assert (reply.status, line.code(reply)) == (504, "deadline_exceeded")
-    assert reply.headers[b"x-should-retry"] == b"false"
-    line.loop.run()
-    assert line.started == ["running"], "it never reached the engine"
-    usage = line.usage(reply)
-    assert (usage.prompt, usage.computed, usage.emitted, usage.delivered) == (0, 0, 0, 0)
-    assert line.hits == {"deadline": 1}
-
-
-def test_a_deadline_that_passes_in_a_stream(line: Line) -> None:
-    reply = line.send("a", headers={"evap-deadline-ms": "50"}, max_tokens=1000, ignore_eos=True)
-    line.loop.run()
-    assert reply.status == 200
-    assert reply.events[-2]["error"]["code"] == "deadline_exceeded"
-    assert reply.events[-1] == "[DONE]"
-    assert line.cancelled, "the engine has stopped"
-    usage = line.usage(reply)
-    assert 30 < usage.delivered == usage.emitted < 60
-    assert line.dispatch.steps.slots.free == 256
-
-
-def test_a_deadline_that_passes_in_a_whole_answer(line: Line) -> None:
-    reply = line.send("a", headers={"evap-deadline-ms": "50"}, max_tokens=1000, ignore_eos=True, stream=False)
-    line.loop.run()
-    assert (reply.status, line.code(reply)) == (504, "deadline_exceeded")
-    assert line.usage(reply).delivered == 0
-
-
-def test_a_deadline_that_is_kept(line: Line) -> None:
-    reply = line.send("a", headers={"evap-deadline-ms": "500"})
-    line.loop.run()
-    assert reply.reasons() == [(0, "length")]
-    assert not len(line.dispatch.upkeep._deadlines)
-    assert not line.hits
-
-
-def test_no_first_token_in_time(line: Line) -> None:
-    """A worker that has vanished between selection and first token, and whoever waits behind it."""
-    line = Line(ttft_timeout_s=5.0)
-    line.replica.hang()
-    streamed, behind = line.send("a"), line.send("b", stream=False)
-    line.loop.run(4.9)
-    line.dispatch.upkeep.overdue()
-    assert streamed.events == []
-    line.loop.run(0.2)
-    line.dispatch.upkeep.overdue()
-    assert streamed.events[-2]["error"]["code"] == "ttft_timeout"
-    assert (behind.status, line.code(behind)) == (504, "ttft_timeout")
-    assert line.hits == {"ttft": 2}
-    line.loop.run(0.1)
-    assert [e.state for e in line.dispatch.open] == [State.ANSWERED], "its slot is the engine's until it says otherwise"
-    line.replica.resume()
-    line.loop.run()
-    assert not line.dispatch.open
-    assert line.usage(streamed).computed == 0
-
-
-def test_a_first_token_in_time_is_all_that_is_asked() -> None:
-    line = Line(ttft_timeout_s=0.1)
-    reply = line.send("a", max_tokens=500, ignore_eos=True)
-    for _ in range(10):
-        line.loop.run(0.1)
-        line.dispatch.upkeep.overdue()
-    assert reply.reasons() == [(0, "length")]
-    unlimited = Line(ttft_timeout_s=0)
-    unlimited.replica.hang()
-    unlimited.send("a")
-    unlimited.loop.run(1e6)
-    unlimited.dispatch.upkeep.overdue()
-    assert not unlimited.hits
