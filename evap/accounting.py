@@ -23,6 +23,7 @@ from evap.messages import SamplingParams
 from evap.metering import accounts, keys, ledger, opened, operations, prices, recorder, recovery, survivors
 from evap.metering.accounts import Account, Ticket
 from evap.metering.counters import Counters
+from evap.metering.energy import Energy, open_energy
 from evap.metering.record import Record, billable, charged, end_of, used_up
 from evap.metering.shared_operations import SharedBooks
 from evap.metering.sink import Sink
@@ -59,6 +60,7 @@ class Accounting:
         self.prices: prices.Prices | None = None
         self.recorder: recorder.Recorder | None = None
         self.table: opened.OpenTable | None = None
+        self.energy: Energy | None = None  #: where there is NVML
         self.pages: Counters | None = None  #: of engines in processes of their own
         self.sink: Sink | None = None
         self.running: dict[str, Exchange] = {}
@@ -109,8 +111,9 @@ class Accounting:
         self.recorder = recorder.Recorder(db, self.table, own.spool, on_state=_say_state, turn=turn)
         self.recorder.start()
 
-    def meter(self, engines: int, *, ahead: bool) -> list[dict[str, str]]:
+    def meter(self, engines: int, *, ahead: bool, gpu: bool) -> list[dict[str, str]]:
         """Make a counters page for each engine; what each is told. After `open`. Raises StartupError."""
+        self.energy = open_energy() if gpu else None
         try:
             prefix = recovery.pages(self._shared.number if self._shared is not None else None)
             self.pages = Counters(
@@ -130,8 +133,9 @@ class Accounting:
         """Write what is settled. Blocks for as long as that takes, at most some seconds."""
         if self.recorder is not None and not self.recorder.close():
             logger.warning("the ledger did not take %d records; the next start does", self.recorder.pending)
-        if self.sink is not None:
-            self.sink.stop()
+        for part in (self.sink, self.energy):
+            if part is not None:
+                part.stop()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -255,6 +259,8 @@ class Accounting:
                 if entry >= 0:
                     table.settle(entry, record)
             recorder.put(records, entries)
+        if self.energy is not None:
+            self.energy.settled(records)
         for record in records:
             self._keep(record)
             self.running.pop(record.id, None)
@@ -293,6 +299,8 @@ class Accounting:
         self._wall_offset_ns = self._wall_ns() - self._now_ns()
         if self.pages is not None:
             self.pages.look_again()
+        if self.energy is not None:
+            self.energy.tick(self._now_ns(), ((e.renderer.id, e.usage()) for e in open_exchanges))
         if self.table is not None:
             for exchange in open_exchanges:
                 if exchange.account.entry >= 0 and all(c.released for c in exchange.choices):
@@ -318,14 +326,15 @@ class Accounting:
 
     def counters(self) -> dict[str, tuple[str, Callable[[], float]]]:
         recorder, pages = self.recorder, self.pages
-        text = "Generations of which the engine counts other tokens than came"
-        found = {"meter_mismatches": (text, lambda: float(pages.mismatches))} if pages is not None else {}
+        found = self.energy.counters() if self.energy is not None else {}
+        if pages is not None:
+            found["meter_mismatches"] = ("Counts that differ from the engine's own", lambda: float(pages.mismatches))
         if recorder is None:
             return found
-        sink = self.sink
-        copied = {"sink_records": ("Records copied to the usage sink", lambda: float(sink.copied))} if sink else {}
-        written = {"ledger_records": ("Records committed to the ledger", lambda: float(recorder.durable))}
-        return {**found, **written, **copied}
+        found["ledger_records"] = ("Records committed to the ledger", lambda: float(recorder.durable))
+        if (sink := self.sink) is not None:
+            found["sink_records"] = ("Records copied to the usage sink", lambda: float(sink.copied))
+        return found
 
     @property
     def trouble(self) -> str:

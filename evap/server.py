@@ -89,7 +89,9 @@ class Server:
             self.accounting = accounting = self._make_accounting(built.model)
             await self._loop.run_in_executor(None, accounting.open)
             if built.replica.engines:
-                built.replica.meters = accounting.meter(built.replica.engines, ahead=built.replica.runs_ahead)
+                built.replica.meters = accounting.meter(
+                    built.replica.engines, ahead=built.replica.runs_ahead, gpu=self.config.engine.device != "cpu"
+                )
             try:
                 return await self._serve(built)
             finally:
@@ -289,6 +291,9 @@ class Server:
                 logger.error(
                     "the engine %s", "has work and makes no progress" if self.heartbeat.hung else "moves again"
                 )
+            if dispatch.accounting.energy is not None:
+                for exchange in dispatch.open:
+                    dispatch.steps.counts(exchange)
             dispatch.accounting.tick(list(dispatch.open))
             dispatch.upkeep.overdue()
             dispatch.blocks.sweep()

@@ -148,7 +148,12 @@ class UsagePages:
         fields: dict[str, Any] = {"id": record.id, "state": "settled"}
         fields |= {name: getattr(record, name) for name in COLUMNS}
         paid = 1 if record.computed else 0
+        fields |= self._energy(record.id)
         return fields | self._cost(record.model, paid * record.prompt, paid * record.cached, record.billable)
+
+    def _energy(self, id: str) -> dict[str, int]:
+        energy = self._accounting.energy
+        return {"energy_mj_estimated": mj} if energy is not None and (mj := energy.of(id)) else {}
 
     def _running(self, exchange: Exchange) -> dict[str, Any]:
         self._counts(exchange)
@@ -159,7 +164,7 @@ class UsagePages:
             "operation": ticket.operation, "model": exchange.adapter or self._accounting.model, "prompt": usage.prompt,
             "cached": usage.cached, "computed": usage.computed, "emitted": usage.emitted, "delivered": usage.delivered,
             "billable": billable(self._policy, usage, exchange.end), "choices": exchange.request.n,
-            "status": exchange.status, "end": end_of(exchange.ending) or None,
+            "status": exchange.status, "end": end_of(exchange.ending) or None, **self._energy(exchange.renderer.id),
         }  # fmt: skip
 
     def _cost(self, model: str, prompt: int, cached: int, completion: int) -> dict[str, str]:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from evap.metering.energy import Energy
 from tests.metered import Metered
+from tests.metering.test_energy import Board
 
 PRICES = "[models.synthetic]\nprompt = 1\ncompletion = 2.5\n"
 
@@ -82,3 +84,13 @@ def test_a_ledger_that_cannot_be_read(it: Metered) -> None:
     reply = it.send("GET", "/v1/usage", key="root")
     assert reply.status == 500
     assert json.loads(reply.body)["error"]["type"] == "server_error"
+
+
+def test_energy_is_an_estimate_beside_the_counts(it: Metered) -> None:
+    it.accounting.energy = Energy(Board(600))
+    reply = it.ask(max_tokens=3, key="alice")
+    it.loop.run()
+    id = json.loads(reply.body)["id"]
+    assert "energy_mj_estimated" not in it.get(f"/v1/usage/{id}", key="alice")
+    it.accounting.tick(list(it.dispatch.open))
+    assert it.get(f"/v1/usage/{id}", key="alice")["energy_mj_estimated"] == 600
