@@ -1,4 +1,4 @@
-"""Markdown for the README from a document of bench.frontend: python -m bench.table FILE.json"""
+"""Markdown for the pages from a document of bench.frontend or bench.floods: python -m bench.table FILE.json"""
 
 from __future__ import annotations
 
@@ -22,9 +22,24 @@ def cell(row: dict[str, Any], key: str) -> str:
     return f"{row[key]:.2f} ({row[f'{key}_min']:.2f}-{row[f'{key}_max']:.2f})"
 
 
-def main() -> int:
-    with open(sys.argv[1]) as file:
-        document = json.load(file)
+def floods(document: dict[str, Any]) -> list[str]:
+    out = [
+        "| attack | server | honest tokens lost, % | longest silence, ms | server CPU | requests to the engine"
+        " | memory, MB | how it ended |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in document["rows"]:
+        ended = "; ".join(f"{how} ({count})" for how, count in row["attacker_ended"].items())
+        loss = f"{max(0.0, row['loss_percent']):.1f} ({max(0.0, row['loss_percent_max']):.1f})"
+        cpu = f"{row['cpu_before']:.2f} -> {row['cpu_during']:.2f}"
+        out.append(
+            f"| {row['attack']} | {row['name']} | {loss} | {row['silence_ms']:.0f} | {cpu} | {row['submits']:.0f}"
+            f" | {row['rss_mb_max']:+.1f} | {ended} |"
+        )
+    return out
+
+
+def frontend(document: dict[str, Any]) -> list[str]:
     out = [
         "| load | server | us of CPU per token | us per request | marginal us per token |",
         "| --- | --- | ---: | ---: | ---: |",
@@ -33,7 +48,14 @@ def main() -> int:
         slope = cell(row, "marginal_us_per_token") if "marginal_us_per_token" in row else ""
         us = f"{row['us_per_request']:.0f} ({row['us_per_request_min']:.0f}-{row['us_per_request_max']:.0f})"
         out.append(f"| {SHAPES[row['shape']]} | {row['name']} | {cell(row, 'us_per_token')} | {us} | {slope} |")
-    sys.stdout.write("\n".join(out) + "\n")
+    return out
+
+
+def main() -> int:
+    with open(sys.argv[1]) as file:
+        document = json.load(file)
+    make = {"floods": floods, "frontend": frontend}[document["bench"]]
+    sys.stdout.write("\n".join(make(document)) + "\n")
     return 0
 
 

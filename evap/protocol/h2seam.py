@@ -9,18 +9,19 @@ E  DATA out: header bytes and two windows instead of send_data's copies (1.4 us 
 F  HEADERS and PUSH_PROMISE out: blocks that are encoded already (2 us instead of 16; h2's encoder is not used at all).
 G  HEADERS in for a new stream, and DATA in: the same transitions as h2's `receive_headers` and `receive_data`,
    without frame objects and events (5 us instead of 27, 3 us instead of 13). Anything else goes through receive_data.
+H  DATA on a stream that we have reset is ignored (RFC 9113 5.1); h2 would reset it again for each frame on its way.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from h2.config import H2Configuration
 from h2.connection import ConnectionInputs, ConnectionState, H2Connection, H2ConnectionStateMachine
 from h2.events import Event, SettingsAcknowledged, StreamReset
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
-from h2.stream import H2Stream, StreamInputs
+from h2.stream import H2Stream, StreamClosedBy, StreamInputs
 from hpack.exceptions import HPACKError, OversizedHeaderListError
 
 from evap.config import ProtocolConfig
@@ -122,6 +123,13 @@ class ServerConnection(H2Connection):
         except ProtocolError as error:
             self.data_to_send()  # h2's own GOAWAY; ours has a better code and a reason
             raise Violation(int(error.error_code), type(error).__name__) from error
+
+    def _handle_data_on_closed_stream(self, events: list[Event], exc: Any, frame: Any) -> tuple[list[Any], list[Event]]:
+        """Seam H. h2 has credited the connection's window; only the first reset has events."""
+        frames, found = super()._handle_data_on_closed_stream(events, exc, frame)
+        if not exc._events and self._stream_closed_by(exc.stream_id) is StreamClosedBy.SEND_RST_STREAM:
+            frames.pop()
+        return frames, found
 
     def _connection(self, event: ConnectionInputs) -> None:
         """In SERVER_OPEN, HEADERS and DATA change nothing: no need to ask (10 look-ups a request)."""

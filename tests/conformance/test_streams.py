@@ -56,6 +56,7 @@ def test_frames_on_a_stream_that_we_reset() -> None:
     raw.flush()
     for _ in range(8):
         raw.send(f.data(1, bytes(16_000)))
+    assert raw.resets() == [code.REFUSED_STREAM], "once is enough"
     raw.send(f.window(1, 1), f.rst(1), f.headers(1, end=True))
     assert raw.healthy
     credited = sum(o.number for o in raw.out if o.type == f.WINDOW_UPDATE and o.sid == 0)
