@@ -20,7 +20,7 @@ from evap.config import MeterConfig
 from evap.errors import EvapError, Overloaded, PermissionDenied, StartupError, Unauthenticated
 from evap.exchange import Exchange
 from evap.messages import SamplingParams
-from evap.metering import accounts, keys, ledger, opened, operations, prices, recorder, recovery, survivors
+from evap.metering import accounts, keys, ledger, opened, operations, prices, readings, recorder, recovery, survivors
 from evap.metering.accounts import Account, Ticket
 from evap.metering.counters import Counters
 from evap.metering.energy import Energy, open_energy
@@ -308,33 +308,15 @@ class Accounting:
 
     # What others may know
 
-    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
-        """For /metrics: name -> (help, value)."""
-        recorder = self.recorder
-        if recorder is None:
-            return {}
-        return {
-            "ledger_pending": ("Records that are not in the ledger yet", lambda: float(recorder.pending)),
-            "ledger_spool_bytes": ("Bytes of records in the spool file", lambda: float(recorder.spooled)),
-            "ledger_ok": ("1 while the ledger can be written", lambda: float(not self.trouble)),
-            "sink_ok": ("1 while the usage sink answers, or there is none", lambda: float(not self._behind)),
-        }
+    def gauges(self) -> readings.Readings:
+        return readings.gauges(self.recorder, lambda: self.trouble, lambda: self._behind)
+
+    def counters(self) -> readings.Readings:
+        return readings.counters(self.recorder, self.sink, self.pages, self.energy)
 
     @property
     def _behind(self) -> str:
         return self.sink.error if self.sink is not None else ""
-
-    def counters(self) -> dict[str, tuple[str, Callable[[], float]]]:
-        recorder, pages = self.recorder, self.pages
-        found = self.energy.counters() if self.energy is not None else {}
-        if pages is not None:
-            found["meter_mismatches"] = ("Counts that differ from the engine's own", lambda: float(pages.mismatches))
-        if recorder is None:
-            return found
-        found["ledger_records"] = ("Records committed to the ledger", lambda: float(recorder.durable))
-        if (sink := self.sink) is not None:
-            found["sink_records"] = ("Records copied to the usage sink", lambda: float(sink.copied))
-        return found
 
     @property
     def trouble(self) -> str:

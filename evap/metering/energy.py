@@ -8,7 +8,7 @@ window sums to the window's energy exactly; a window in which nothing was proces
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from evap.messages import Usage
@@ -73,10 +73,6 @@ class Energy:
                 if len(self._order) > KEPT:
                     self._mj.pop(self._order.popleft(), None)
             self._mj[id] = self._mj.get(id, 0) + part
-
-    def counters(self) -> dict[str, tuple[str, Callable[[], float]]]:
-        """For /metrics: name -> (help, value)."""
-        return {"energy_joules_estimated": ("Energy of the GPU, by NVML", lambda: self.total_mj / 1e3)}
 
     def stop(self) -> None:
         self._sampler.close()

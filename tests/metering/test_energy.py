@@ -44,7 +44,6 @@ def test_a_window_is_divided_by_tokens() -> None:
     assert (it.of("a"), it.of("b"), it.of("c")) == (310, 650, 40)
     assert (it.total_mj, it.idle_mj) == (1000, 0)
     assert it.utilisation == {"sm_percent": 50.0}
-    assert it.counters()["energy_joules_estimated"][1]() == 1.0
     it.stop()
     assert board.closed
 
