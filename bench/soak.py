@@ -25,7 +25,7 @@ from urllib.request import urlopen
 
 import uvloop
 
-from bench.measure import CLIENT_CORE, Process, cpu_ns, emit, free_port, machine, say, versions
+from bench.measure import CLIENT_CORE, Process, cpu_ns, descendants, emit, free_port, machine, say, versions
 from bench.soak_asks import Tally
 from bench.soak_clients import clients
 from evap.metering.ledger import reading
@@ -45,9 +45,10 @@ GAUGES = ("open_exchanges", "running", "waiting", "body_bytes")
 
 
 class Server:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, workers: int) -> None:
         self.port, self.folder = free_port(), folder
-        self.process = Process([part.format(port=self.port, folder=folder) for part in COMMAND])
+        command = [part.format(port=self.port, folder=folder) for part in COMMAND]
+        self.process = Process([*command, "--workers", f"{workers}"])
         self.process.wait_port(self.port)
 
     def metrics(self) -> dict[str, float]:
@@ -59,10 +60,12 @@ class Server:
         return int(sum(n for name, n in self.metrics().items() if name.startswith("evap_exchanges_total{")))
 
     def rss_mb(self) -> float:
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * 4096 / 1e6
+        """Of all its processes; what they share is counted in each."""
+        pages = (Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in descendants(self.process.pid))
+        return sum(map(int, pages)) * 4096 / 1e6
 
     def descriptors(self) -> int:
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in descendants(self.process.pid))
 
     def calm(self) -> dict[str, float]:
         """The gauges, once nothing runs any more, or when it took too long."""
@@ -147,11 +150,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="3,000 exchanges")
     parser.add_argument("--json", metavar="FILE", default="-", help="where the document goes; - is stdout")
     parser.add_argument("--exchanges", type=int, default=200_000, help="how many the clients ask for")
+    parser.add_argument("--workers", type=int, default=1, help="processes of the server that share the port")
     parser.add_argument("--seed", type=int, default=1, help="of everything that the clients choose")
     given = parser.parse_args()
     exchanges = 3000 if given.quick else given.exchanges
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder))
+        server = Server(Path(folder), given.workers)
         try:
             say(f"on core {CLIENT_CORE}: {exchanges} exchanges")
             soak(server, min(1000, exchanges // 3), given.seed + 1)  # warm-up: pools and caches have their size
