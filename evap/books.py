@@ -78,6 +78,11 @@ class Books:
             self._operations.remember(*used)
         recovery.load_used(db, known, wall_s)
 
+    @property
+    def inherited(self) -> list[int]:
+        """Descriptors for loop processes. The lock is among them: the directory is ours until the last one is gone."""
+        return [self.accounts_fd, self.operations_fd, *([self._lock] if self._lock is not None else [])]
+
     def bury(self, number: int) -> list[Record]:
         """A loop process has ended: what it had open is settled, and what it held is free. The interrupted ones.
 

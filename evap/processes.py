@@ -198,7 +198,7 @@ class Parent:
     def _spawn(self, number: int) -> None:
         start, listeners = self._start, [listener.sock.fileno() for listener in self.listeners]
         mine = between.Start(number, *(getattr(start, name) for name in start.__struct_fields__[1:]))
-        fds = [*listeners, self.books.accounts_fd, self.books.operations_fd]
+        fds = [*listeners, *self.books.inherited]
         self.children[number] = Child(mine, fds, on_message=self._told, on_exit=self._exited)
 
     def _told(self, child: Child, message: between.FromChild) -> None:

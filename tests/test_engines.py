@@ -42,3 +42,13 @@ def test_what_auto_took_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether an answer may be structured depends on the engine that runs, not on what was asked for."""
     monkeypatch.setattr(engines, "choose", lambda engine: "synthetic")
     assert engines.build(EngineConfig(engine="auto"), FakeLoop()).engine == "synthetic"
+
+
+def test_several_loop_processes_share_an_engine_that_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engines.build_shared(EngineConfig(engine="synthetic")) is None  # each has its own
+    monkeypatch.setattr(engines, "choose", lambda engine: engine)
+    with pytest.raises(StartupError, match="--workers needs the torch or the synthetic engine") as caught:
+        engines.build_shared(EngineConfig(engine="vllm"))
+    assert "--replicas" in caught.value.remedy
+    with pytest.raises(StartupError, match="does not exist"):
+        engines.build_shared(EngineConfig(engine="torch", model="/nonexistent/model"))

@@ -10,8 +10,8 @@ import psutil
 from evap.metering import keys
 from tests.clients.asking import eventually, said, text_of
 from tests.listeners import tree
-from tests.many import StartServer, ask, key_file, streams
-from tests.support import STOP_TIMEOUT_S
+from tests.many import StartServer, ask, key_file, records, streams
+from tests.support import STOP_TIMEOUT_S, Server
 
 
 def test_sigterm_with_fifty_streams_over_four_processes(start_server: StartServer) -> None:
@@ -67,3 +67,25 @@ def test_sighup_reaches_all_and_drops_nothing(start_server: StartServer, tmp_pat
     eventually(lambda: server.log.count("2 keys read from") == 3, "all have read the file")
     assert [ask(server, "w", 1, other).status_code for _ in range(9)] == [200] * 9
     assert [text_of(answer) for answer in next(life)] == [said(f"s{n}", 60) for n in range(9)]
+
+
+def test_without_a_parent_they_end_and_hold_the_directory_until_then(start_server: StartServer, tmp_path: Path) -> None:
+    """kill -9 of the parent: what runs is finished, nothing is left behind, and the next start waits its turn."""
+    flags = ("--workers", "2", "--synthetic-step-ms", "20", "--data-dir", str(tmp_path))
+    server = Server("--engine", "synthetic", "--port", "0", *flags)
+    try:
+        server.wait_ready()
+        life = streams(server, 4, 100)
+        next(life)
+        left = tree(server.process.pid)[1:]
+        server.process.kill()
+        too_soon = Server("--engine", "synthetic", "--port", "0", *flags)
+        assert too_soon.process.wait(STOP_TIMEOUT_S) == 2
+        assert "another server uses" in too_soon.log
+        too_soon.kill()
+        assert [text_of(answer) for answer in next(life)] == [said(f"s{n}", 100) for n in range(4)]
+        eventually(lambda: not any(psutil.pid_exists(pid) for pid in left), "all have ended", STOP_TIMEOUT_S)
+    finally:
+        server.kill()
+    start_server(*flags)
+    assert [(r.end, r.delivered) for r in records(tmp_path)] == [("length", 100)] * 4
