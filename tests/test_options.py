@@ -274,3 +274,8 @@ def test_help_names_every_option_its_unit_and_default() -> None:
     assert "--max-body-bytes BYTES" in text
     assert "(default 67108864 = 64 MiB)" in text
     assert "--drain-timeout " not in text  # accepted, not shown
+
+
+def test_the_queue_in_requests_may_be_named_without_its_unit() -> None:
+    assert load("--max-queued", "7").engine.max_queued_requests == 7
+    assert load(EVAP_MAX_QUEUED="7").engine.max_queued_requests == 7
