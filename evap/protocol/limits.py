@@ -20,8 +20,8 @@ from evap.protocol.headers import DateCache, wire_code
 MAX_DATA_FRAME: Final = 16_384
 #: Longest frame we accept: the initial SETTINGS_MAX_FRAME_SIZE (RFC 9113 6.5.2), never raised.
 MAX_FRAME: Final = 16_384
-#: Frames of a connection that are handled in one turn of the loop (10 ms at worst); then others have theirs.
-MAX_FRAMES_AT_ONCE: Final = 128
+#: Frames of a connection that are handled in one turn of the loop (4 ms at worst); then others have theirs.
+MAX_FRAMES_AT_ONCE: Final = 64
 #: The transport's write buffer above which a connection is neither written to nor read from; it resumes below LOW.
 HIGH_WATER: Final = 256 << 10
 LOW_WATER: Final = 64 << 10
