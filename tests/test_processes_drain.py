@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import ssl
 from pathlib import Path
 
 import psutil
 
 from evap.metering import keys
+from evap.protocol.tls import self_signed
 from tests.clients.asking import eventually, said, text_of
 from tests.listeners import tree
 from tests.many import StartServer, ask, key_file, records, streams
@@ -89,3 +91,25 @@ def test_without_a_parent_they_end_and_hold_the_directory_until_then(start_serve
         server.kill()
     start_server(*flags)
     assert [(r.end, r.delivered) for r in records(tmp_path)] == [("length", 100)] * 4
+
+
+def test_sighup_gives_every_process_the_new_certificate(start_server: StartServer, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def renew() -> None:
+        pem, private = self_signed("localhost")
+        certificate.write_bytes(pem)
+        key.write_bytes(private)
+
+    def shown() -> set[str]:
+        return {ssl.get_server_certificate(("127.0.0.1", server.port)) for _ in range(12)}
+
+    renew()
+    server = start_server("--workers", "2", "--tls-cert", str(certificate), "--tls-key", str(key))
+    old = shown()
+    renew()
+    server.process.send_signal(signal.SIGHUP)
+    eventually(lambda: server.log.count("certificate in force") == 2, "both have read it")
+    new = shown()
+    assert len(old) == len(new) == 1
+    assert old != new
