@@ -27,7 +27,7 @@ from urllib.request import urlopen
 
 from bench.attacks import ATTACKS, attacker
 from bench.honest import honest
-from bench.measure import CLIENT_CORE, Process, cpu_ns, emit, free_port, machine, say, versions
+from bench.measure import CLIENT_CORE, Process, cpu_ns, descendants, emit, free_port, machine, say, versions
 
 CONNECTIONS, STREAMS, STEP_MS = 9, 4, 20.0
 #: After an attack: its streams are cancelled, and the allocator has settled.
@@ -67,8 +67,8 @@ class Victim:
         )
 
     def rss_mb(self) -> float:
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * 4096 / 1e6
+        pages = (Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in descendants(self.process.pid))
+        return sum(map(int, pages)) * 4096 / 1e6
 
     def window(self, seconds: float) -> dict[str, float]:
         """Honest tokens per second, share of a core, longest silence."""

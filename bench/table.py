@@ -23,19 +23,17 @@ def cell(row: dict[str, Any], key: str) -> str:
 
 
 def floods(document: dict[str, Any]) -> list[str]:
-    out = [
-        "| attack | server | honest tokens lost, % | longest silence, ms | server CPU | requests to the engine"
-        " | memory, MB | how it ended |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
-    ]
-    for row in document["rows"]:
-        ended = "; ".join(f"{how} ({count})" for how, count in row["attacker_ended"].items())
-        loss = f"{max(0.0, row['loss_percent']):.1f} ({max(0.0, row['loss_percent_max']):.1f})"
-        cpu = f"{row['cpu_before']:.2f} -> {row['cpu_during']:.2f}"
-        out.append(
-            f"| {row['attack']} | {row['name']} | {loss} | {row['silence_ms']:.0f} | {cpu} | {row['submits']:.0f}"
-            f" | {row['rss_mb_max']:+.1f} | {ended} |"
-        )
+    """Both servers of an attack in one line: median loss, and the worst."""
+    names = list(dict.fromkeys(row["name"] for row in document["rows"]))
+    heads = [f"{name}: honest tokens lost, % | CPU, cores | requests to the engine" for name in names]
+    out = [f"| attack | {' | '.join(heads)} |", f"| --- |{' ---: |' * 3 * len(names)}"]
+    for attack in dict.fromkeys(row["attack"] for row in document["rows"]):
+        cells = []
+        for row in (r for r in document["rows"] if r["attack"] == attack):
+            loss = f"{max(0.0, row['loss_percent']):.1f} ({max(0.0, row['loss_percent_max']):.1f})"
+            cpu = f"{row['cpu_before']:.2f} to {row['cpu_during']:.2f}"
+            cells.append(f"{loss} | {cpu} | {row['submits']:.0f}")
+        out.append(f"| {attack} | {' | '.join(cells)} |")
     return out
 
 
