@@ -133,9 +133,10 @@ class FairQueue(Generic[T]):
     def _choose(self) -> int:
         if not self._order:
             raise IndexError("nobody waits")
-        if len(self._order) == 1:
-            return self._order[0]
         levels = self._levels
+        if len(self._order) == 1:
+            levels[self._order[0]].overtaken = 0
+            return self._order[0]
         chosen = next((n for n in self._order[1:] if levels[n].overtaken >= OVERTAKE), self._order[0])
         levels[chosen].overtaken = 0
         for number in self._order[bisect.bisect_right(self._order, chosen) :]:

@@ -71,6 +71,18 @@ def test_urgency_goes_first_and_nobody_starves() -> None:
     assert [entry for entry in order if entry < 1000] == list(range(100))
 
 
+def test_a_turn_without_rivals_is_a_turn() -> None:
+    queue = FairQueue[int]()
+    for number in range(3):
+        queue.push(number, "a", 3)
+    for number in range(OVERTAKE - 1):
+        queue.push(1000 + number, "b", 0)
+    assert [queue.pop() for _ in range(OVERTAKE)] == [*range(1000, 1000 + OVERTAKE - 1), 0]
+    for number in range(OVERTAKE):
+        queue.push(2000 + number, "b", 0)
+    assert [queue.pop() for _ in range(OVERTAKE + 1)] == [*range(2000, 2000 + OVERTAKE), 1]
+
+
 def test_remove_and_level() -> None:
     queue = FairQueue[int]()
     for number in range(5):

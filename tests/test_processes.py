@@ -154,7 +154,8 @@ def test_a_killed_process_is_replaced_and_its_exchanges_are_settled(tmp_path: Pa
 def test_a_stopped_process_holds_up_no_scrape(start_server: StartServer) -> None:
     server = start_server("--workers", "2", "--synthetic-step-ms", "0")
     assert [ask(server, "w", 3).status_code for _ in range(8)] == [200] * 8
-    numbers(server)  # so that something is known of all
+    for _ in range(24):  # by both, of the other: so that all is known of both
+        numbers(server)
     victim = loops(server)[0]
     victim.suspend()
     try:

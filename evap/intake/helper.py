@@ -192,7 +192,8 @@ class _Process:
         finally:
             theirs.close()
         with contextlib.suppress(OSError):  # before it imports anything; its threads will inherit it
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, own + NICENESS)  # the kernel caps it at 19
         ours.setblocking(False)
         self._sock = ours
         self._pidfd = os.pidfd_open(self._process.pid)

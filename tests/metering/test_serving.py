@@ -123,13 +123,15 @@ def test_a_stopped_engine_process(tmp_path: Path) -> None:
         with client(server) as http, client(server) as other, client(server) as third:
             long = chat(stream=True, max_tokens=3500, ignore_eos=True, top_k=20)
             with other.stream("POST", "/v1/chat/completions", json=long) as answer:
-                lines = answer.iter_lines()
-                next(lines)
+                next(answer.iter_lines())
                 with third.stream("POST", "/v1/chat/completions", json=long):  # waits for a place
                     deadline = time.monotonic() + 1.5
                     while time.monotonic() < deadline:
                         assert http.get("/ready").status_code == 200, "saturated is not hung"
                         time.sleep(0.1)
+            with third.stream("POST", "/v1/chat/completions", json=long) as answer:  # has most of its tokens to come
+                lines = answer.iter_lines()
+                next(lines)
                 engine.suspend()
                 try:
                     until(lambda: http.get("/ready").status_code == 503)
