@@ -47,6 +47,8 @@ PUSHED: Final = "queue_pushed_out"
 
 
 class Stage(enum.Enum):
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is Python code
+
     PROMPTS = "waits to be tokenized"
     HAND = "is being tokenized"
     ENGINE = "waits for the engine"
