@@ -40,6 +40,8 @@ TOKENS_PER_TURN: Final = 2048
 MAX_RETRY_AFTER_S: Final = 60.0
 #: How much of the mean interval between two departures the last one makes.
 _NEWEST: Final = 0.1
+#: So many intervals, without an empty queue in between, make a pace.
+_PACE: Final = 10
 #: The limits that are counted when they refuse (evap_limit_total).
 SHARE: Final = "queue_share"
 FULL: Final = "queue_full"
@@ -74,6 +76,7 @@ class Admission(Generic[T]):
         self._shares = Shares[_Entry[T]](max_requests, max_tokens)
         self._interval_ns = 0.0
         self._left_ns = 0
+        self._departures = 0  # intervals since the queue was empty
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -119,6 +122,13 @@ class Admission(Generic[T]):
         interval = max(self._interval_ns, now_ns - self._left_ns if self._left_ns else 0)
         return min(MAX_RETRY_AFTER_S, max(1.0, len(self._entries) * interval / 1e9))
 
+    def wait_ns(self, flow: Hashable, level: int) -> int:
+        """What an entry that joins now will wait for the engine: who goes before it in its level, at the pace of the last
+        departures. 0: there is no pace yet."""
+        if self._departures < _PACE:
+            return 0
+        return int(self._queues[Stage.ENGINE].ahead(flow, level) * self._interval_ns)
+
     def _may_push(self, flow: Hashable, tokens: int) -> bool:
         longest, weight = self._shares.longest()
         return longest != flow and weight > self._shares.weight(flow, 1, tokens)
@@ -155,7 +165,7 @@ class Admission(Generic[T]):
         self._exit(entry)
         self.tokens -= entry.tokens
         if not self._entries:
-            self._left_ns = 0  # the pace of a queue that was empty in between says nothing
+            self._left_ns = self._departures = 0  # the pace of a queue that was empty in between says nothing
         return True
 
     def move(self, item: T, level: int) -> None:
@@ -185,8 +195,9 @@ class Admission(Generic[T]):
 
     def _departed(self, now_ns: int) -> None:
         if self._left_ns:
-            last = float(now_ns - self._left_ns)
-            self._interval_ns += (last - self._interval_ns) * (_NEWEST if self._interval_ns else 1.0)
+            self._departures += 1
+            weight = max(_NEWEST, 1 / self._departures)  # at first a plain mean
+            self._interval_ns += (now_ns - self._left_ns - self._interval_ns) * weight
         self._left_ns = now_ns
 
 

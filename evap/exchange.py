@@ -59,6 +59,7 @@ class Exchange:
         self.cached = 0
         self.trace: TraceContext | None = None
         self.opened_ns = opened_ns
+        self.deadline_ns = 0  #: when it is of no use any more; 0: never
         self.submitted_ns = 0  #: when the engine was given it; 0: never
         self.first_ns = self.last_ns = 0  #: when its first and last tokens came
         self.unended = False  #: the answer is all written, and its stream not ended yet: see `complete`

@@ -69,6 +69,22 @@ class _Level(Generic[T]):
                     return entry
             self._skip()
 
+    def ahead(self, flow: Hashable) -> int:
+        """Entries that go before one that joins now, within the flows: of its own flow all, of others what their turns
+        are until then. Too many by one for each flow whose turn of the last round comes after it."""
+        own = self.flows.get(flow)
+        rounds = 1 + (own.debt + sum(max(1, cost) for cost in own.entries.values()) if own is not None else 0)
+        many = len(own.entries) if own is not None else 0
+        for state in self.flows.values():
+            left = rounds - state.debt
+            if state is not own:
+                for cost in state.entries.values():
+                    if left <= 0:
+                        break
+                    left -= max(1, cost)
+                    many += 1
+        return many
+
     def _skip(self) -> None:
         """Nobody had a turn: pass over the rounds in which debts are paid and nothing else."""
         rounds = min(state.debt for state in self.flows.values() if state.entries)
@@ -129,6 +145,11 @@ class FairQueue(Generic[T]):
     def level(self, entry: T) -> int:
         """Raises KeyError when it does not wait."""
         return self._where[entry][0]
+
+    def ahead(self, flow: Hashable, level: int) -> int:
+        """How many of its own level go before an entry that joins now. O(entries of the level)."""
+        found = self._levels.get(level)
+        return found.ahead(flow) if found is not None else 0
 
     def _choose(self) -> int:
         if not self._order:

@@ -31,6 +31,7 @@ class Upkeep:
 
     def expect(self, exchange: Exchange, at_ns: int) -> None:
         """It is of no use from then on."""
+        exchange.deadline_ns = at_ns
         self._deadlines.add(exchange, at_ns)
 
     def settled(self, exchange: Exchange) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from evap.admission import OCTETS_PER_TOKEN, Admission, Stage, share_used
 from evap.config import EngineConfig
-from evap.errors import EvapError
+from evap.errors import DeadlineExceeded, EvapError
 from evap.exchange import Exchange
 from evap.messages import Prompt
 from evap.protocol.limits import network_of
@@ -25,6 +25,9 @@ INLINE_BODY_BYTES: Final = 8 << 10
 POOL_AT_ONCE: Final = 4
 #: Requests started in one go when places become free; then other work of the loop has its turn.
 STARTS_PER_PASS: Final = 16
+#: A request that would wait for more than so many times its deadline is refused at once. Not for less, because a pace is
+#: no promise: answers differ in length, and those before it may leave. As it is, the engine has other work until then.
+SURELY_LATE: Final = 2
 #: One place in so many is given to the engine beyond what it runs.
 AHEAD: Final = 8
 
@@ -98,12 +101,26 @@ class WaitingRoom:
         """False: there is none for it, and it has been refused."""
         if direct:
             return True
+        if exchange.deadline_ns and self._late(exchange, flow):
+            return False
         for other in self.line.make_room(flow, tokens):
             self._prompts.pop(other, None)
             self._refuse(other, share_used(0, self.line.retry_after_s(self._now_ns())))
         if not self.line.fits(tokens):
             self._refuse(exchange, share_used(0, self.line.retry_after_s(self._now_ns())))
             return False
+        return True
+
+    def _late(self, exchange: Exchange, flow: Hashable) -> bool:
+        """It cannot be on time any more, and has been refused."""
+        now_ns = self._now_ns()
+        if now_ns + self.line.wait_ns(flow, exchange.priority) // SURELY_LATE <= exchange.deadline_ns:
+            return False
+        self.line.counts["deadline"] = self.line.counts.get("deadline", 0) + 1
+        error = DeadlineExceeded(
+            "the request would wait for longer than its deadline allows", retry_after_s=self.line.retry_after_s(now_ns)
+        )
+        self._refuse(exchange, error)
         return True
 
     def leave(self, exchange: Exchange) -> None:

@@ -192,6 +192,7 @@ def test_an_operation_is_generated_once(make: Make) -> None:
     running = it.ask(key="alice", max_tokens=5, headers=name)
     assert running.status == 409
     assert error_of(running)["code"] == "operation_running"
+    assert running.headers[b"x-should-retry"] == b"false", "OpenAI's SDKs repeat after a 409"
     assert it.ask(key="bob", max_tokens=5, headers=name).alive, "names of other keys are other names"
     it.loop.run()
     id = json.loads(first.body)["id"]

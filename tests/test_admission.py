@@ -134,6 +134,20 @@ def test_retry_after_follows_the_pace() -> None:
     assert line.retry_after_s(900 * S) == 1.0, "an idle hour is no pace"
 
 
+def test_a_wait_is_foretold_once_there_is_a_pace() -> None:
+    line = filled(a=40)
+    for second in range(1, 12):
+        assert line.wait_ns("a", 0) == 0, "too few departures to judge by"
+        line.leave(line.take(Stage.ENGINE, second * S))
+    assert line.wait_ns("a", 0) == 29 * S
+    assert line.wait_ns("b", 0) == 1 * S, "callers take turns"
+    assert line.wait_ns("a", -1) == 0, "the more urgent goes first"
+    for item in line.items():
+        line.leave(item)
+    line.join("b", "b", 0, 1, 1, Stage.ENGINE)
+    assert line.wait_ns("b", 0) == 0, "an empty queue has no pace"
+
+
 def test_a_new_priority_moves_a_request() -> None:
     line = filled(a=3)
     line.move("a2", -3)

@@ -118,6 +118,24 @@ def test_backlogged_flows_get_equal_shares(costs: list[int], pops: int) -> None:
         assert max(served.values()) - min(served[f] for f in range(len(costs))) <= max(costs) + 1
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=30), st.integers(0, 8), st.integers(0, 5)
+)  # fmt: skip
+def test_who_goes_before_a_newcomer_is_known(waiting: list[tuple[int, int]], gone: int, flow: int) -> None:
+    """Exactly for a flow that is new; for one that waits, its place in the round is worth one entry of each other."""
+    queue = FairQueue[int]()
+    for number, (other, cost) in enumerate(waiting):
+        queue.push(number, other, 0, cost)
+    queue.push(100, "somebody", 1)
+    for _ in range(min(gone, len(waiting))):
+        queue.pop()
+    assert queue.ahead(flow, 5) == 0
+    said, new = queue.ahead(flow, 0), flow not in (other for other, _ in waiting)
+    queue.push(-1, flow, 0)
+    before = [entry for entry in everything(queue) if entry != 100].index(-1)
+    assert before <= said <= before + (0 if new else 5)
+
+
 class Machine(RuleBasedStateMachine):
     """Against the plainest model: sets of what waits."""
 

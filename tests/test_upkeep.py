@@ -42,6 +42,32 @@ def test_a_malformed_deadline_is_refused(line: Line, value: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_that_cannot_be_kept(stream: bool) -> None:
+    """The queue's pace is 10 ms a request: who stands far beyond his deadline is told at once, the others wait."""
+    line = Line(synthetic_step_ms=10)
+    for number in range(60):
+        line.send(f"r{number}")
+    line.send("early", headers={"evap-deadline-ms": "1"})
+    line.loop.run(0.2)
+    assert line.hits == {"deadline": 1}, "without a pace it had to wait for its deadline"
+    waiting = line.waiting
+    assert 35 < waiting < 45
+    reply = line.send("late", headers={"evap-deadline-ms": "100"}, stream=stream)
+    assert (reply.status, line.code(reply)) == (504, "deadline_exceeded")
+    assert int(reply.headers[b"retry-after"]) == 1
+    assert line.waiting == waiting
+    line.send("other", peer="10.0.0.2:1", headers={"evap-deadline-ms": "100"})
+    line.send("urgent", headers={"evap-deadline-ms": "100", "priority": "u=0"})
+    line.send("perhaps", headers={"evap-deadline-ms": "300"})
+    assert line.hits == {"deadline": 2}
+    line.loop.run()
+    assert "late" not in line.started
+    assert line.started.index("urgent") < line.started.index("other") < 40
+    usage = line.usage(reply)
+    assert (usage.prompt, usage.computed, usage.delivered) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_a_deadline_that_passes_in_the_queue(line: Line, stream: bool) -> None:
     line.send("running", max_tokens=200, ignore_eos=True)
     reply = line.send("a", headers={"evap-deadline-ms": "50"}, stream=stream)

@@ -90,8 +90,8 @@ def error_headers(error: e.EvapError) -> list[tuple[bytes, bytes]]:
         headers.append((b"allow", error.allow.encode("ascii", "replace")))
     if isinstance(error, e.Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, e.DeadlineExceeded) and error.code == error.default_code:
-        headers.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would: the client's own deadline has passed
+    if (isinstance(error, e.DeadlineExceeded) and error.code == error.default_code) or isinstance(error, e.Conflict):
+        headers.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would: not on time, or generated already
     if isinstance(error, e.RateLimited):
         headers += limit_headers(error.limits)
     return headers

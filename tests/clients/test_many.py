@@ -78,7 +78,7 @@ def test_many_closes_in_mid_stream(start_server: Callable[..., Server], http2: b
     body = chat("close", 4000, ignore_eos=True)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     whole = f.hello() + f.headers(1, PATH) + f.data(1, body, end=True) if http2 else head + body
-    for number in range(200):
+    for number in range(1000):
         with socket.create_connection((server.host, server.port), SOON_S) as connection:
             connection.sendall(whole)
             seen = b""

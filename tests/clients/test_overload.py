@@ -111,6 +111,21 @@ def test_deadlines() -> None:
         assert metric(server, 'evap_limit_total{limit="deadline"}') == 2
 
 
+def test_a_deadline_that_the_queue_cannot_keep() -> None:
+    """Refused at once, by the queue's pace, and not when its time is up: here 5 ms a token, 4 tokens a request."""
+    with running("--max-running", "1", *SLOW) as server, clients(server, "127.0.0.1") as (client,):
+        many = [client.ask(f"r{number}", max_tokens=4) for number in range(80)]
+        client.wait(lambda: len(client.finished) >= 15)
+        late = client.ask("late", {"evap-deadline-ms": "200"}, max_tokens=4)
+        kept = client.ask("kept", {"evap-deadline-ms": "600000"}, max_tokens=4)
+        client.drain()
+        assert (client.answers[late].status, client.answers[late].code) == (504, "deadline_exceeded")
+        assert int(client.answers[late].headers["retry-after"]) >= 1
+        assert client.finished.index(late) < 40, "the queue was still long"
+        assert [sid for sid in client.finished if sid != late] == [*many, kept]
+        assert metric(server, 'evap_limit_total{limit="deadline"}') == 1
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_worker_that_vanishes_before_the_first_token(stream: bool) -> None:
     options = ("--model", "synthetic-faults", "--ttft-timeout", "0.5", "--max-running", "1", *SLOW)
