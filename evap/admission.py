@@ -123,8 +123,8 @@ class Admission(Generic[T]):
         return min(MAX_RETRY_AFTER_S, max(1.0, len(self._entries) * interval / 1e9))
 
     def wait_ns(self, flow: Hashable, level: int) -> int:
-        """What an entry that joins now will wait for the engine: who goes before it in its level, at the pace of the last
-        departures. 0: there is no pace yet."""
+        """What an entry that joins now will wait for the engine: who goes before it in its level, at the pace of the
+        last departures. 0: there is no pace yet."""
         if self._departures < _PACE:
             return 0
         return int(self._queues[Stage.ENGINE].ahead(flow, level) * self._interval_ns)

@@ -25,8 +25,8 @@ INLINE_BODY_BYTES: Final = 8 << 10
 POOL_AT_ONCE: Final = 4
 #: Requests started in one go when places become free; then other work of the loop has its turn.
 STARTS_PER_PASS: Final = 16
-#: A request that would wait for more than so many times its deadline is refused at once. Not for less, because a pace is
-#: no promise: answers differ in length, and those before it may leave. As it is, the engine has other work until then.
+#: A request that would wait for more than so many times its deadline is refused at once. Not for less, because a pace
+#: is no promise: answers differ in length, and those before it may leave. The engine has other work until then.
 SURELY_LATE: Final = 2
 #: One place in so many is given to the engine beyond what it runs.
 AHEAD: Final = 8
