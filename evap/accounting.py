@@ -147,14 +147,16 @@ class Accounting:
         if not self._config.api_keys:
             return
         try:
-            self._take_keys(keys.read(Path(self._config.api_keys)))
+            self._take_keys(ring := keys.read(Path(self._config.api_keys)))
         except StartupError as error:
             logger.error("the keys stay as they are: %s", error.message)
         else:
-            logger.info("%d keys read from %s", len(self._accounts), self._config.api_keys)
+            logger.info("%d keys read from %s", len(ring.keys), self._config.api_keys)
 
     def _take_keys(self, ring: keys.KeyRing) -> None:
         now_ns, wall_s = self._now_ns(), self._wall_ns() // 1_000_000_000
+        if self._shared is not None:
+            self._shared.accounts.check_room(ring.keys)
         for id, key in ring.keys.items():
             known = self._accounts.setdefault(id, Account(key, now_ns=now_ns, wall_s=wall_s))
             if self._shared is None:

@@ -111,7 +111,8 @@ class Dispatch:
             counts=self.limits, ttft_s=config.engine.ttft_timeout_s,
         )  # fmt: skip
         self.identity = Identity()
-        self.large = LargeRequests(intake, text, self.room, shell.in_pool, self.accounting.look_up) if intake else None
+        pool, look_up = shell.in_pool, self.accounting.look_up
+        self.large = LargeRequests(intake, text, self.room, self.upkeep, pool, look_up) if intake else None
 
     def engine_ready(self) -> None:
         """The engine says what it is, now or again."""
@@ -158,12 +159,9 @@ class Dispatch:
         adapter = self._adapter(request.model)
         flow = self.may_wait(account, head, reply.core, octets)
         renderer = dialect.renderer(
-            request,
-            kind=kind,
-            id_suffix=self.identity.new_id(),
-            model=adapter or self.model,
+            request, kind=kind, id_suffix=self.identity.new_id(), model=adapter or self.model,
             created_s=int(self._shell.wall_s()),
-        )
+        )  # fmt: skip
         ticket = self.accounting.admit(account, head, renderer.id, adapter)
         exchange = Exchange(
             reply=reply, head=head, request=request, renderer=renderer, text=self.text, headers=headers,

@@ -310,6 +310,8 @@ class Server:
         logger.info("draining: %d open exchanges, at most %g s", len(self.dispatch.open), timeout)
         self.dispatch.draining = True
         self.hub.drain()
+        if self.dispatch.large is not None:
+            self.dispatch.large.drain()
         deadline = self._loop.time() + timeout
         while self.dispatch.active and not self._forced.is_set() and self._loop.time() < deadline:
             await self._wait(0.02)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import takewhile
+from typing import TypeVar
 
 from evap.errors import DeadlineExceeded, EvapError
 from evap.exchange import Exchange, State
 from evap.steps import Steps
 from evap.timing import Deadlines
+
+T = TypeVar("T")
 
 
 class Upkeep:
@@ -25,9 +28,35 @@ class Upkeep:
         self._open, self._steps = open, steps
         self._flush, self._now_ns, self._end = flush, now_ns, end
         self._counts, self._ttft_ns = counts, int(ttft_s * 1e9)
-        self._deadlines = Deadlines[Exchange](now_ns, later, self._late)
+        self._later = later
+        self._deadlines = self.deadlines(self._late)
         self._progress: dict[Exchange, int] = {}  # tokens, when `tick` looked last
         self._unended: list[Exchange] = []  # when `overdue` looked last
+
+    # For what is not an exchange yet
+
+    def deadlines(self, expired: Callable[[T], None]) -> Deadlines[T]:
+        return Deadlines(self._now_ns, self._later, expired)
+
+    def limit(self, item: T, deadline_ms: int, deadlines: Deadlines[T], silent: Deadlines[T]) -> None:
+        """It begins now: the time that its client gives it (0: any), and --ttft-timeout."""
+        if deadline_ms:
+            deadlines.add(item, self._now_ns() + deadline_ms * 1_000_000)
+        if self._ttft_ns:
+            silent.add(item, self._now_ns() + self._ttft_ns)
+
+    def late(self) -> DeadlineExceeded:
+        self._count("deadline")
+        return DeadlineExceeded("the request's deadline has passed")
+
+    def silent(self) -> DeadlineExceeded:
+        self._count("ttft")
+        return DeadlineExceeded("there was no token in time; the request may be retried", code="ttft_timeout")
+
+    def _count(self, limit: str) -> None:
+        self._counts[limit] = self._counts.get(limit, 0) + 1
+
+    # Exchanges
 
     def expect(self, exchange: Exchange, at_ns: int) -> None:
         """It is of no use from then on."""
@@ -71,17 +100,15 @@ class Upkeep:
         before_ns = self._now_ns() - self._ttft_ns if self._ttft_ns else 0
         for exchange in list(takewhile(lambda e: e.opened_ns < before_ns, self._open)):
             if not exchange.first_ns:
-                error = DeadlineExceeded("there was no token in time; the request may be retried", code="ttft_timeout")
-                self._give_up(exchange, error, "ttft")
+                self._give_up(exchange, self.silent)
 
     def _late(self, exchange: Exchange) -> None:
-        self._give_up(exchange, DeadlineExceeded("the request's deadline has passed"), "deadline")
+        self._give_up(exchange, self.late)
 
-    def _give_up(self, exchange: Exchange, error: DeadlineExceeded, limit: str) -> None:
+    def _give_up(self, exchange: Exchange, error: Callable[[], DeadlineExceeded]) -> None:
         """What has not been answered completely is of no use any more."""
         if exchange.state in (State.OPEN, State.RUNNING):
-            self._counts[limit] = self._counts.get(limit, 0) + 1
-            self._end(exchange, error)
+            self._end(exchange, error())
 
     def _flush_and_settle(self) -> None:
         self._flush()

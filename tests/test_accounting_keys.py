@@ -133,6 +133,7 @@ def test_budgets_survive_a_restart(make: Make, tmp_path: Path) -> None:
 
 
 def test_keys_are_read_again(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="evap.accounting")
     it = make(key_settings={"alice": {}, "bob": {"tokens_per_day": 50}})
     it.ask(key="bob", max_tokens=10, ignore_eos=True)
     it.loop.run()
@@ -140,6 +141,7 @@ def test_keys_are_read_again(make: Make, caplog: pytest.LogCaptureFixture) -> No
     it.secrets["carol"] = keys.create(it.key_file, "carol", {})
     assert it.send("GET", "/v1/models", key="alice").status == 200
     it.accounting.reload()
+    assert "2 keys read" in caplog.text, "those of the file"
     assert it.send("GET", "/v1/models", key="alice").status == 401
     assert it.send("GET", "/v1/models", key="carol").status == 200
     account = it.accounting._accounts["bob"]

@@ -32,6 +32,7 @@ class FakeIntake:
         self.jobs: list[Job] = []
         self.encoding: list[Job] = []
         self.cancelled: list[Job] = []
+        self.hung: list[Job] = []
 
     def parse(self, spool: Spool, dialect: str, done: Callable[[Any], None]) -> Job:
         self.jobs.append(Job(spool, dialect, done))
@@ -45,6 +46,10 @@ class FakeIntake:
         job.spool.close()
         self.cancelled.append(job)
 
+    def hangs(self, job: Job) -> None:
+        self.cancel(job)
+        self.hung.append(job)
+
 
 class Large(House):
     def __init__(self, **engine: Any) -> None:
@@ -57,6 +62,7 @@ class Large(House):
             self.intake,  # type: ignore[arg-type]
             self.dispatch.text,
             self.dispatch.room,
+            self.dispatch.upkeep,
             lambda work, back: self.pool.append((work, back)),
             lambda ticket: None,
         )
@@ -190,11 +196,50 @@ def test_a_client_that_leaves_frees_everything(house: Large, parsed: bool) -> No
 
 def test_a_deadline_counts_from_the_arrival(house: Large) -> None:
     reply = house.post(headers={"evap_deadline_ms": "5000"})
-    house.loop.now += 6.0
+    house.loop.run(4.0)
     house.parsed()
-    house.loop.run()
+    house.loop.run(2.0)
     assert reply.status == 504
     assert house.intake.cancelled == house.intake.jobs
+
+
+@pytest.mark.parametrize("limit", ["deadline", "ttft"])
+def test_time_runs_while_the_body_is_parsed(limit: str) -> None:
+    house = Large(ttft_timeout_s=5.0 if limit == "ttft" else 0.0)
+    house.post(headers={"evap_deadline_ms": "5000"} if limit == "deadline" else {})
+    house.loop.run(4.0)
+    assert house.refused == []
+    house.loop.run(2.0)
+    assert [getattr(e, "code", "") for e in house.refused] == [
+        "ttft_timeout" if limit == "ttft" else "deadline_exceeded"
+    ]
+    assert house.dispatch.limits[limit] == 1
+    assert house.intake.cancelled == house.intake.jobs
+    assert house.intake.hung == (house.intake.jobs if limit == "ttft" else [])
+    assert (house.shared.body_bytes, house.dispatch.open) == (0, {})
+
+
+def test_what_was_parsed_or_has_left_is_not_late() -> None:
+    house = Large(ttft_timeout_s=5.0)
+    reply = house.post(headers={"evap_deadline_ms": "5000"})
+    house.dispatch.cancelled(reply, "client_reset")
+    house.post()
+    house.intake.jobs[-1].done(InvalidRequest("no"))
+    house.loop.run(9.0)
+    assert [type(e) for e in house.refused] == [InvalidRequest]
+    assert house.intake.hung == []
+
+
+def test_a_drain_refuses_what_is_not_parsed_yet(house: Large) -> None:
+    house.post()
+    house.parsed()
+    house.post()
+    large = house.dispatch.large
+    assert large is not None
+    large.drain()
+    assert [type(e) for e in house.refused] == [Draining]
+    assert house.intake.cancelled == house.intake.jobs[1:]
+    assert len(house.dispatch.open) == 1
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -97,6 +97,16 @@ class Intake:
         elif job in self._waiting:
             self._waiting.remove(job)
 
+    def hangs(self, job: Job) -> None:
+        """Nobody waits for it any more, for far too much time has passed. If it is at hand, the process is beyond help;
+        those behind it go to the next one."""
+        if job is not self._current or self._process is None:
+            self.cancel(job)
+            return
+        logger.error("the intake process is ended: it has not answered in time")
+        job.done = _ignored
+        self._process.kill()
+
     def close(self) -> None:
         """End the process. Jobs are dropped."""
         self._waiting.clear()
@@ -213,6 +223,10 @@ class _Process:
                 self._sock.send(wire.encode(message))
         except OSError:
             self._process.kill()
+
+    def kill(self) -> None:
+        """`on_exit` is called."""
+        self._process.kill()
 
     def end(self) -> None:
         """Ask it to end; `on_exit` is not called any more."""

@@ -19,7 +19,7 @@ import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from evap.errors import Limit, StartupError
@@ -99,6 +99,13 @@ class SharedAccounts:
         if account.key.id not in self._row_of:
             self._row_of[account.key.id] = self._find(account)
 
+    def check_room(self, ids: Iterable[str]) -> None:
+        """Raises StartupError if `enter` would, for one of these keys: before any of them has taken a row for good."""
+        with locked(self._fd, _TABLE_LOCK):
+            names = [self._map[at : at + _DIGEST] for at in range(0, self._rows * self._row_bytes, self._row_bytes)]
+        if len({digest(id) for id in ids}.difference(names)) > names.count(_EMPTY):
+            raise self._full()
+
     def change(self, account: Account, key: Key, now_ns: int) -> None:
         """The key file was read again. Whoever comes first with a new limit makes the bucket full."""
         with self._loaded(account):
@@ -141,7 +148,13 @@ class SharedAccounts:
                     self._store(row, _dump(account))
                     self._map[at : at + _DIGEST] = name
                     return row
-        raise StartupError(f"more than {self._rows} keys", remedy="start the server again: it makes room for them")
+        raise self._full()
+
+    def _full(self) -> StartupError:
+        return StartupError(
+            f"there have been {self._rows} keys, with those that are gone: there is no room for more",
+            remedy="start the server again: it makes room for them",
+        )
 
     def _state(self, row: int) -> bytes:
         at = row * self._row_bytes + _DIGEST

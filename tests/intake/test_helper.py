@@ -179,6 +179,24 @@ def test_a_process_that_dies_fails_its_job_only() -> None:
     asyncio.run(run())
 
 
+def test_a_process_that_hangs_is_ended_and_the_next_job_goes_on() -> None:
+    async def run() -> None:
+        async with home() as it:
+            await it.whole("completions", b'{"prompt":"warm"}')
+            assert it.intake.pid is not None
+            os.kill(it.intake.pid, signal.SIGSTOP)
+            data = b'{"prompt":"next","max_tokens":9}'
+            job = it.intake.parse(it.spool(data), "completions", unwanted)
+            waits = it.intake.parse(it.spool(data), "completions", unwanted)
+            _, behind = it.start("completions", data)
+            it.intake.hangs(waits)  # not its fault, and not that of the process
+            assert it.intake.jobs == 2
+            it.intake.hangs(job)
+            assert (await asyncio.wait_for(behind, SOON_S)).max_tokens == 9
+
+    asyncio.run(run())
+
+
 def test_a_process_that_cannot_start_fails_its_jobs() -> None:
     async def run() -> None:
         async with home(module="evap.intake.no_such_module") as it:

@@ -144,7 +144,7 @@ def test_rows_are_found_again_and_run_out(shared: Any) -> None:
         late.admit(account, 0, 0)
     for n in range(ROWS - 1):
         late.enter(Account(Key(id=f"k{n}", hash=b""), now_ns=0, wall_s=0))
-    with pytest.raises(StartupError, match="more than 4 keys"):
+    with pytest.raises(StartupError, match="there have been 4 keys"):
         late.enter(Account(Key(id="one more", hash=b""), now_ns=0, wall_s=0))
     late.close()
 
@@ -192,3 +192,12 @@ def test_several_processes_decide_as_one_would(steps: list[tuple[int, int, int, 
         if isinstance(outcomes[0], tuple) and held:
             running.append((process, ours, theirs))
     many.close()
+
+
+def test_a_key_file_that_has_no_room_takes_none(shared: Any) -> None:
+    table = shared().tables[0]
+    table.check_room(["alice", "b", "c", "d"])
+    with pytest.raises(StartupError, match="there have been 4 keys"):
+        table.check_room(["b", "c", "d", "e"])
+    table.enter(Account(Key(id="b", hash=b""), now_ns=0, wall_s=0))
+    table.check_room(["alice", "x", "y"])
