@@ -16,7 +16,7 @@ MIN_STALE: Final = 64
 class Deadlines(Generic[T]):
     """later: calls a function after so many seconds. expired: told of each item once, on the loop, not before its time.
 
-    `add` is O(log n); an item that is removed costs memory until its time has come or half of the heap is like it.
+    `add` is O(log n). An item that is removed is forgotten at once: a deadline may be days away, and an item large.
     """
 
     def __init__(
@@ -24,23 +24,31 @@ class Deadlines(Generic[T]):
         expired: Callable[[T], None],
     ) -> None:  # fmt: skip
         self._now_ns, self._later, self._expired = now_ns, later, expired
-        self._heap: list[tuple[int, int, T]] = []
-        self._live: dict[T, int] = {}
+        self._heap: list[tuple[int, int]] = []  # (when, number)
+        self._items: dict[int, T] = {}
+        self._number_of: dict[T, int] = {}
         self._numbers = itertools.count()
         self._armed_ns = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._items)
 
     def add(self, item: T, at_ns: int) -> None:
-        self._live[item] = at_ns
-        heapq.heappush(self._heap, (at_ns, next(self._numbers), item))
+        """One that has a deadline already has this one instead."""
+        self.remove(item)
+        number = next(self._numbers)
+        self._items[number], self._number_of[item] = item, number
+        heapq.heappush(self._heap, (at_ns, number))
         self._arm()
 
     def remove(self, item: T) -> None:
         """It is over. No-op for one that has no deadline."""
-        if self._live.pop(item, None) is not None and len(self._heap) > max(MIN_STALE, 2 * len(self._live)):
-            self._heap = [entry for entry in self._heap if entry[2] in self._live]
+        number = self._number_of.pop(item, None)
+        if number is None:
+            return
+        del self._items[number]
+        if len(self._heap) > max(MIN_STALE, 2 * len(self._items)):
+            self._heap = [entry for entry in self._heap if entry[1] in self._items]
             heapq.heapify(self._heap)
 
     def _arm(self) -> None:
@@ -55,7 +63,8 @@ class Deadlines(Generic[T]):
             return  # of a timer that an earlier one has replaced
         self._armed_ns = 0
         while self._heap and self._heap[0][0] <= now_ns:
-            _, _, item = heapq.heappop(self._heap)
-            if self._live.pop(item, None) is not None:
+            item = self._items.pop(heapq.heappop(self._heap)[1], None)
+            if item is not None:
+                del self._number_of[item]
                 self._expired(item)
         self._arm()

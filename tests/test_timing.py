@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,3 +49,27 @@ def test_what_is_over_is_forgotten_long_before_its_time() -> None:
         deadlines.remove(number)
     deadlines.remove(-1)
     assert len(deadlines._heap) <= MIN_STALE + 1
+
+
+def test_what_is_removed_is_free_at_once() -> None:
+    class Item:
+        pass
+
+    loop, seen = FakeLoop(), list[Item]()
+    deadlines = Deadlines[Item](lambda: round(loop.now * 1e9), loop.call_later, seen.append)
+    item = Item()
+    gone = weakref.ref(item)
+    deadlines.add(item, round((loop.now + 86_400) * 1e9))
+    deadlines.remove(item)
+    del item
+    assert gone() is None
+
+
+def test_a_second_deadline_replaces_the_first() -> None:
+    loop, deadlines, seen = made()
+    deadlines.add(1, round((loop.now + 1) * 1e9))
+    deadlines.add(1, round((loop.now + 5) * 1e9))
+    loop.run(2)
+    assert seen == []
+    loop.run(4)
+    assert [number for number, _ in seen] == [1]

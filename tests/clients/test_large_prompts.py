@@ -71,6 +71,23 @@ def test_a_large_body_where_none_is_wanted(both: list[Server]) -> None:
     assert gauge(both[0], "evap_body_bytes") == 0
 
 
+def bodies(server: Server) -> int:
+    """Memory files of bodies and prompts that the server holds."""
+    return Path(f"/proc/{server.process.pid}/maps").read_text().count("memfd:evap-body")
+
+
+def test_what_was_served_is_free_at_once(both: list[Server]) -> None:
+    """Not when the collector comes, nor when its deadline would have."""
+    server = both[0]
+    body = json.dumps({"prompt": WORDS, "max_tokens": 3}).encode()
+    with httpx.Client(base_url=server.url, headers=JSON, timeout=SOON_S) as client:
+        for _ in range(3):
+            assert client.post("/v1/completions", content=body).status_code == 200
+            late = {"evap-deadline-ms": "86400000"}
+            assert client.post("/v1/completions", content=body, headers=late).status_code == 200
+    eventually(lambda: bodies(server) == 0, "no body is held")
+
+
 def test_a_client_that_leaves_while_its_prompt_is_tokenized(both: list[Server]) -> None:
     server = both[0]
     body = json.dumps({"prompt": WORDS * 20, "max_tokens": 1}).encode()
