@@ -89,6 +89,7 @@ class Parent:
         self._failures = [0] * self.count
         self._tasks: set[asyncio.Task[None]] = set()
         self._wanted: dict[int, Spec | None] = {}  # children that want a channel, and their pages
+        self._announced = False
         self._stopping = False
         self._code = 0
         self._news = asyncio.Event()  # something happened that `main` may wait for
@@ -143,6 +144,7 @@ class Parent:
         await self._until(lambda: self._stopping or all(self._up(n) for n in range(self.count)))
         if not self._stopping:
             self._announce()
+            self._announced = True
         self._task(self._look())
         await self._until(lambda: self._stopping and not self.children)
         return self._code
@@ -220,7 +222,7 @@ class Parent:
     def _exited(self, child: Child, status: int) -> None:
         number = child.number
         self._wanted.pop(number, None)
-        if child.up is None and not self._stopping:
+        if child.up is None and not self._announced and not self._stopping:  # later the others go on serving
             self._error = StartupError(f"a loop process did not start ({describe_end(status)}): its reason is above")
         if self._stopping and status == EXIT_FORCED:
             self._code = EXIT_FORCED

@@ -12,7 +12,7 @@ from evap.metering import keys
 from evap.protocol.tls import self_signed
 from tests.clients.asking import eventually, said, text_of
 from tests.listeners import tree
-from tests.many import StartServer, ask, key_file, records, streams
+from tests.many import StartServer, ask, key_file, loops, numbers, records, streams
 from tests.support import STOP_TIMEOUT_S, Server
 
 
@@ -69,6 +69,20 @@ def test_sighup_reaches_all_and_drops_nothing(start_server: StartServer, tmp_pat
     eventually(lambda: server.log.count("2 keys read from") == 3, "all have read the file")
     assert [ask(server, "w", 1, other).status_code for _ in range(9)] == [200] * 9
     assert [text_of(answer) for answer in next(life)] == [said(f"s{n}", 60) for n in range(9)]
+
+
+def test_a_process_that_cannot_start_again_ends_nobody_else(start_server: StartServer, tmp_path: Path) -> None:
+    """A key file that SIGHUP has refused meets a process that dies later: the others go on with what they know."""
+    path, secret = key_file(tmp_path)
+    server = start_server("--workers", "2", "--api-keys", path)
+    good = Path(path).read_text()
+    Path(path).write_text(good + "[keys.")
+    loops(server)[0].kill()
+    eventually(lambda: server.log.count("ended: exit status 2") > 0, "one has read the file")
+    assert [ask(server, "w", 1, secret).status_code for _ in range(4)] == [200] * 4
+    Path(path).write_text(good)
+    eventually(lambda: numbers(server, secret)["evap_loop_processes"] == 2, "both are up again")
+    assert server.process.poll() is None
 
 
 def test_without_a_parent_they_end_and_hold_the_directory_until_then(start_server: StartServer, tmp_path: Path) -> None:
