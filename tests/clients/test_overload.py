@@ -141,6 +141,28 @@ def test_a_worker_that_vanishes_before_the_first_token(stream: bool) -> None:
         assert metric(server, 'evap_limit_total{limit="ttft"}') == 2
 
 
+def test_what_is_cut_short_never_looks_complete() -> None:
+    """An engine that dies in mid-stream: events have room for an error; raw text and token ids are broken off."""
+    options = ("--model", "synthetic-faults", *SLOW)
+    with running(*options) as server, clients(server, "127.0.0.1") as (client,):
+        url, body = (
+            server.url + "/v1/completions",
+            {"prompt": "cut", "stream": True, "max_tokens": 5000, "ignore_eos": True},
+        )
+        with httpx.stream("POST", url, json=body, headers={"accept": "text/plain"}, timeout=STOP_TIMEOUT_S) as raw:
+            kinds = ("text/plain", "application/vnd.evap.tokens", "text/event-stream")
+            sids = [client.ask("cut", {"accept": kind}, max_tokens=5000, ignore_eos=True) for kind in kinds]
+            client.wait(lambda: all(client.answers[sid].body for sid in sids))
+            client.ask("fault:fail", max_tokens=5000, ignore_eos=True)
+            client.drain()
+            with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
+                raw.read()
+        text, ids, events = (client.answers[sid] for sid in sids)
+        assert [(a.status, a.ended, a.reset) for a in (text, ids)] == [(200, False, 2)] * 2
+        assert (events.ended, events.reset) == (True, None)
+        assert events.events[-2]["error"]["code"] == "engine_failed"
+
+
 def test_connections_of_one_address() -> None:
     with (
         running("--max-connections-per-address", "2", *SLOW) as server,
