@@ -35,6 +35,7 @@ __all__ = ["Exchange", "Input", "State"]
 NO_STORE: Final = (b"cache-control", b"no-store")
 #: stop_reason where finish_reason is "length" because the key's budget had no more tokens
 BUDGET_STOP: Final = "evap:budget"
+HELD_PIECES: Final = 256  #: of a slow reader's text; more are made one, for an object is larger than its token
 FINISH_REASONS: Final = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
@@ -191,6 +192,8 @@ class Exchange:
         choice.held_logprobs.extend(logprobs or ())
         if choice.outlet.reply.buffered < self._buffer:
             self._send_held(choice)
+        elif len(choice.held) >= HELD_PIECES:
+            choice.held = ["".join(choice.held)]
 
     def _send_held(self, choice: ChoiceRun) -> None:
         text, logprobs = "".join(choice.held), choice.held_logprobs

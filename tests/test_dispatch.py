@@ -194,22 +194,23 @@ def test_a_tokenizer_that_fails_is_a_500_and_nothing_leaks(house: House) -> None
 
 
 def test_a_slow_reader_coalesces_and_loses_nothing(house: House) -> None:
-    whole = expected(house, max_tokens=200, ignore_eos=True)
-    reply = house.ask(stream=True, max_tokens=200, ignore_eos=True, window=100)
+    whole = expected(house, max_tokens=900, ignore_eos=True)
+    reply = house.ask(stream=True, max_tokens=900, ignore_eos=True, window=100)
     house.loop.run(0.002)
     reply.stuck = True
-    house.loop.run(0.150)
+    house.loop.run(0.800)
     assert 0 < reply.buffered < 1024 + 600, "the budget and one event"
     running = next(iter(house.dispatch.open))
     assert running.state is State.RUNNING
     assert running.usage().delivered < 20
+    assert 0 < len(running.choices[0].held) <= 256, "what is held is text, not an object for each token"
     reply.stuck, reply.buffered = False, 0
     house.core.windows[reply.stream_id] = 1 << 30
     house.dispatch.window_opened(reply)
     house.loop.run()
     assert reply.text() == whole
     assert house.settled[1][0].choices[0].row_delivered > 10, "back on rows"
-    assert house.usage(reply).delivered == 200
+    assert house.usage(reply).delivered == 900
 
 
 def test_bytes_that_a_reader_never_took_are_not_delivered(house: House) -> None:
