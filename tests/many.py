@@ -19,6 +19,7 @@ from tests.support import STOP_TIMEOUT_S, Server
 
 JSON = {"content-type": "application/json"}
 CHAT = "/v1/chat/completions"
+TOKEN = re.compile(rb'"content":"[^"]')
 StartServer = Callable[..., Server]
 
 
@@ -70,20 +71,22 @@ def usage(server: Server, id: str) -> Any:
 
 
 def streams(server: Server, count: int, tokens: int, key: str = "", **more: Any) -> Iterator[Any]:
-    """So many streams at once, each over its own connection; yields when all have begun, then what became of each."""
+    """So many streams at once, each over its own connection; yields when all have a token (what has
+    come of each until then), then what became of each."""
     begun: list[str] = []
 
     def one(n: int) -> bytes:
         parts: list[bytes] = []
+        has_token = False
         headers = JSON | ({"authorization": f"Bearer {key}"} if key else {})
         with httpx.Client(trust_env=False, timeout=STOP_TIMEOUT_S) as client:
             try:
                 content = chat(f"s{n}", tokens, **more)
                 with client.stream("POST", server.url + CHAT, headers=headers, content=content) as s:
                     for part in s.iter_bytes():
-                        if not parts:
-                            begun.append(part.decode())
                         parts.append(part)
+                        if not has_token and (has_token := TOKEN.search(b"".join(parts)) is not None):
+                            begun.append(b"".join(parts).decode(errors="replace"))
             except httpx.HTTPError:
                 parts.append(b"|broken")
         return b"".join(parts)
