@@ -214,17 +214,27 @@ class Streams:
                     self._selector.unregister(key.fileobj)
                     key.fileobj.close()
 
+    def close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            self._selector.unregister(key.fileobj)
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+
 
 def test_a_killed_engine_ends_its_streams_and_comes_back(small: Server) -> None:
     core = engine_core(small)
-    streams = Streams(small, 50)
-    streams.read(lambda: all(b'"text"' in text for text in streams.texts))
+    for _ in range(4):
+        streams = Streams(small, 50)
+        streams.read(lambda: all(b'"text"' in text for text in streams.texts))
+        if not any(b"[DONE]" in text for text in streams.texts):
+            break
+        streams.close()  # this process was held up for so long that one has had all its 4,000 tokens meanwhile
     core.kill()
     streams.read(lambda: False)
     assert until(lambda: httpx.get(f"{small.url}/ready").status_code == 503)
     for text in streams.texts:
         events = [json.loads(line[6:]) for line in text.decode().splitlines() if line.startswith("data: {")]
-        assert events[-1]["error"]["code"] == "engine_failed"
+        assert events[-1].get("error", {}).get("code") == "engine_failed", text[-600:]
         assert "data: [DONE]" in text.decode()[-100:]
     refused = httpx.post(f"{small.url}/v1/completions", json={"prompt": "x"})
     assert refused.status_code == 503
