@@ -214,6 +214,9 @@ class Streams:
                     self._selector.unregister(key.fileobj)
                     key.fileobj.close()
 
+    def begun(self) -> bool:
+        return all(b'"text"' in text for text in self.texts)
+
     def close(self) -> None:
         for key in list(self._selector.get_map().values()):
             self._selector.unregister(key.fileobj)
@@ -225,7 +228,7 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(small: Server) -> None:
     core = engine_core(small)
     for _ in range(4):
         streams = Streams(small, 50)
-        streams.read(lambda: all(b'"text"' in text for text in streams.texts))
+        streams.read(streams.begun)
         if not any(b"[DONE]" in text for text in streams.texts):
             break
         streams.close()  # this process was held up for so long that one has had all its 4,000 tokens meanwhile
