@@ -28,16 +28,16 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 @pytest.mark.parametrize("kind", KINDS)
 def test_running_streams_finish(start_server: Callable[..., Server], kind: str) -> None:
     """vllm issue 24885; over HTTP/2 no GOAWAY may come while httpx has streams, because it would drop them."""
-    server = start_server("--synthetic-step-ms", "20")
+    server = start_server("--synthetic-step-ms", "40")
     limits = httpx.Limits(max_connections=None)
     with httpx.Client(base_url=server.url, headers=JSON, timeout=SOON_S, limits=limits, **KINDS[kind]) as client:
-        ask = lambda n: client.post("/v1/chat/completions", content=chat(f"drain{n}", 200)).content  # noqa: E731
+        ask = lambda n: client.post("/v1/chat/completions", content=chat(f"drain{n}", 100)).content  # noqa: E731
         with ThreadPoolExecutor(20) as pool:
             answers = [pool.submit(ask, n) for n in range(20)]
             eventually(running(server, 20), "the requests did not reach the engine")
             server.process.send_signal(signal.SIGTERM)
             texts = [text_of(answer.result()) for answer in answers]
-    assert texts == [said(f"drain{n}", 200) for n in range(20)]
+    assert texts == [said(f"drain{n}", 100) for n in range(20)]
     assert server.process.wait(STOP_TIMEOUT_S) == 0
 
 
