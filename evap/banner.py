@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Final, TextIO
 
 from evap import __version__
+from evap.config import ServerConfig
+from evap.messages import EngineInfo
 
 QUESTION: Final = "What is the capital of France?"
 
@@ -96,6 +98,21 @@ def plain(ready: Ready) -> str:
 def as_json(ready: Ready) -> str:
     """The same for programs: one object on one line."""
     return json.dumps({"msg": "ready", "version": __version__, "url": ready.url, **asdict(ready)}) + "\n"
+
+
+def announce(
+    server: ServerConfig, at: tuple[str, int, tuple[str, ...]], info: EngineInfo, *, model: str, chat: bool,
+    started_s: float, workers: int = 1,
+) -> None:  # fmt: skip
+    """Show what a server is, once it is ready. at: host, port and UNIX sockets, as `listening.addresses` has them."""
+    host, port, unix = at
+    ready = Ready(
+        host=host or server.host, port=port, unix=unix, model=model, engine=info.engine, device=info.device,
+        dtype=info.dtype, max_model_len=info.max_model_len, chat=chat, workers=workers,
+        tls=server.tls or ("certificate" if server.tls_cert or server.tls_key else ""),
+        started_s=started_s,
+    )  # fmt: skip
+    show(ready, format=server.log_format)
 
 
 def show(ready: Ready, stream: TextIO | None = None, *, format: str = "text") -> None:

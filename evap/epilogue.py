@@ -46,9 +46,14 @@ def comment(exchange: Exchange) -> bytes:
     return b": %b %b\n\n" % (FIELD, value) if value else b""
 
 
+def takes_trailers(exchange: Exchange) -> bool:
+    """Whether its client does (RFC 9110 6.5.1)."""
+    return exchange.reply.version == "2" and exchange.head.get(b"te") is not None
+
+
 def trailers(exchange: Exchange) -> HeaderList:
-    """Usage as it is once the client has read to its end; for a client that takes trailers (RFC 9110 6.5.1)."""
-    if exchange.reply.version != "2" or exchange.head.get(b"te") is None:
+    """Usage as it is once the client has read to its end; nothing for a client that takes no trailers."""
+    if not takes_trailers(exchange):
         return ()
     found = exchange.usage()
     given = min(found.emitted, sum(c.marked + c.row_delivered for c in exchange.choices))

@@ -286,11 +286,9 @@ class Exchange:
     def complete(self, *, now: bool = False) -> None:
         """End a stream that is all written. Trailers wait for the engine's last word on every choice (after a stop
         string it computes for a step more), unless it must be `now`."""
-        if self.unended:
-            fields = epilogue.trailers(self)
-            if now or not fields or all(c.final for c in self.choices):
-                self.unended = False
-                self.reply.end(fields)
+        if self.unended and (now or all(c.final for c in self.choices) or not epilogue.takes_trailers(self)):
+            self.unended = False
+            self.reply.end(epilogue.trailers(self))
 
     def fail(self, error: EvapError) -> None:
         """Answer with an error: whole if nothing was sent, as an event if the stream runs."""

@@ -267,19 +267,15 @@ class Parent:
     # Life and end
 
     def _announce(self) -> None:
-        server, up = self.config.server, self.children[0].up
+        up = self.children[0].up
         assert up is not None
-        host, port = self._place.getsockname()[:2] if self._place is not None else ("", 0)
-        if not self._place:
-            host, port, _ = listening.addresses(self.listeners)
-        unix = listening.addresses(self.listeners)[2]
-        kind = server.tls or ("certificate" if server.tls_cert else "")
-        ready = banner.Ready(
-            host=host or server.host, port=port, unix=unix, model=up.model, engine=up.info.engine,
-            device=up.info.device, dtype=up.info.dtype, max_model_len=up.info.max_model_len, tls=kind, chat=up.chat,
-            workers=self.count, started_s=(time.monotonic_ns() - self._started_ns) / 1e9,
+        host, port, unix = listening.addresses(self.listeners)
+        if self._place is not None:
+            host, port = self._place.getsockname()[:2]
+        banner.announce(
+            self.config.server, (host, port, unix), up.info, model=up.model, chat=up.chat,
+            started_s=(time.monotonic_ns() - self._started_ns) / 1e9, workers=self.count,
         )  # fmt: skip
-        banner.show(ready, format=server.log_format)
 
     def _to_all(self, number: signal.Signals) -> None:
         for child in self.children.values():

@@ -260,15 +260,10 @@ class Server:
         log_engine(state, line)
 
     def _announce(self, built: Built) -> None:
-        server, info = self.config.server, built.replica.info
-        kind = "" if self.tls is None else server.tls or "certificate"
-        host, port, unix = listening.addresses(self.listeners)
-        ready = banner.Ready(
-            host=host or server.host, port=port, unix=unix, model=built.model, engine=info.engine,
-            device=info.device, dtype=info.dtype, max_model_len=info.max_model_len, tls=kind, chat=built.chat,
-            started_s=(time.monotonic_ns() - self._started_ns) / 1e9,
+        banner.announce(
+            self.config.server, listening.addresses(self.listeners), built.replica.info, model=built.model,
+            chat=built.chat, started_s=(time.monotonic_ns() - self._started_ns) / 1e9,
         )  # fmt: skip
-        banner.show(ready, format=server.log_format)
 
     # Life and end
 

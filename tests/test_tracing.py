@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from evap import tracing
 from evap.errors import StartupError
 from evap.protocol.trace_context import TraceContext
 from evap.tracing import Ended
+from tests.clients.asking import eventually
 from tests.collector import Collector, frozen, plain
 from tests.support import TIME_FACTOR
 
@@ -26,13 +27,6 @@ ENDED = Ended(
                 "gen_ai.response.finish_reasons": ["stop"]},
 )  # fmt: skip
 PATIENCE_S = 30.0 * TIME_FACTOR
-
-
-def until(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -105,7 +99,7 @@ def test_whatever_is_frozen_costs_spans_and_no_time(how: str) -> None:
             os.kill(tracer.pid, signal.SIGSTOP)
         for _ in range(5000 if how == "process" else 20_000):
             tracer.put(ENDED)
-        until(lambda: tracer.dropped > 0)
+        eventually(lambda: tracer.dropped > 0, "spans are dropped", PATIENCE_S)
         assert tracer.exported == 0
         tracer.close(0.01)
 
@@ -121,7 +115,7 @@ def test_a_collector_that_takes_nothing_is_said_once(how: str, caplog: pytest.Lo
         url = failing.url
     tracer = tracing.start(url, timeout_s=0.2)
     tracer.put(ENDED)
-    until(lambda: tracer.dropped == 1)
+    eventually(lambda: tracer.dropped == 1, "the span is dropped", PATIENCE_S)
     tracer.put(ENDED)
     tracer.close(30.0)
     assert (tracer.exported, tracer.dropped) == (0, 2)
@@ -135,7 +129,7 @@ def test_a_collector_that_comes_back_is_said(collector: Collector, caplog: pytes
     collector.status = 400
     tracer = tracing.start(collector.url)
     tracer.put(ENDED)
-    until(lambda: tracer.dropped == 1)
+    eventually(lambda: tracer.dropped == 1, "the span is dropped", PATIENCE_S)
     tracer._say()
     collector.status = 200
     tracer.put(ENDED)

@@ -7,11 +7,12 @@ python -m tests.tools.architecture --write    bring the page up to date
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 import sys
 from pathlib import Path
 from typing import Final
+
+from tests.tools import pages
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 PAGE: Final = ROOT / "ARCHITECTURE.md"
@@ -71,27 +72,16 @@ def listing() -> str:
     return "```\n" + "\n".join(lines) + "\n```"
 
 
-def current(page: str) -> str:
-    """What stands there now. Raises ValueError when a mark is missing."""
-    return page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip()
+def written() -> str:
+    """The page as it should be. Raises ValueError when a mark is missing."""
+    page = PAGE.read_text()
+    return f"{page[: page.index(BEGIN) + len(BEGIN)]}\n{listing()}\n{page[page.index(END) :]}"
 
 
 def difference() -> str:
     """What would change, as a diff; empty when the page is up to date."""
-    old, new = current(PAGE.read_text()).splitlines(), listing().splitlines()
-    return "\n".join(difflib.unified_diff(old, new, "ARCHITECTURE.md", "the tree", n=0, lineterm=""))
-
-
-def main(argv: list[str]) -> int:
-    diff = difference()
-    if diff and "--write" in argv:
-        page = PAGE.read_text()
-        PAGE.write_text(f"{page[: page.index(BEGIN) + len(BEGIN)]}\n{listing()}\n{page[page.index(END) :]}")
-    elif diff:
-        sys.stdout.write(diff + "\n")
-        return 1
-    return 0
+    return pages.difference(PAGE, written())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(pages.main(sys.argv[1:], PAGE, written))

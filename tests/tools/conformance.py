@@ -6,7 +6,6 @@ python -m tests.tools.conformance --write    bring the page up to date
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 import sys
@@ -16,6 +15,7 @@ from tests import conformance
 from tests.conformance.cases import CASES, PENDING
 from tests.conformance.listing import CASE_LIST, PARTS
 from tests.conformance.sections import SECTIONS
+from tests.tools import pages
 from tests.tools.architecture import ROOT
 
 PAGE: Final = ROOT / "docs" / "conformance.md"
@@ -82,19 +82,8 @@ def page() -> str:
 
 def difference() -> str:
     """What would change, as a diff; empty when the page is up to date."""
-    old = PAGE.read_text().splitlines() if PAGE.exists() else []
-    return "\n".join(difflib.unified_diff(old, page().splitlines(), "docs/conformance.md", "tests", n=0, lineterm=""))
-
-
-def main(argv: list[str]) -> int:
-    diff = difference()
-    if diff and "--write" in argv:
-        PAGE.write_text(page())
-    elif diff:
-        sys.stdout.write(diff + "\n")
-        return 1
-    return 0
+    return pages.difference(PAGE, page())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(pages.main(sys.argv[1:], PAGE, page))

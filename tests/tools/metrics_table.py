@@ -16,6 +16,7 @@ from evap.metrics import FAMILIES, VLLM
 from evap.observe import ENGINE_COUNTERS, watch
 from evap.protocol.limits import Shared
 from tests.metered import Metered
+from tests.tools import pages
 from tests.tools.architecture import ROOT
 
 PAGE: Final = ROOT / "docs" / "observability.md"
@@ -70,7 +71,4 @@ def written() -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(written())
-    else:
-        print(table())  # noqa: T201
+    sys.exit(pages.main(sys.argv[1:], PAGE, written))

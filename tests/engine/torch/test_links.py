@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,9 +16,10 @@ from evap.engine.torch import wire
 from evap.engine.torch.links import Link, Links
 from evap.engine.torch.worker import run
 from evap.messages import FINISH_MASK, NO_TOKEN, Finish
-from evap.ring import RingReader, ring_bytes
+from tests.clients.asking import eventually
 from tests.engine.fake_worker import COUNT, FakeEngine
 from tests.engine.test_supervisor import PATIENCE_S, request
+from tests.engine.torch.way import Way
 
 CAPACITY = 64
 
@@ -45,17 +44,11 @@ class Engine(FakeEngine):
         super().cancel(slot, generation)
 
 
-class End:
+class End(Way):
     """A process's end of a way to the engine."""
 
     def __init__(self) -> None:
-        self.sock, self.theirs = socket.socketpair()
-        self.sock.settimeout(PATIENCE_S)
-        self.memory = os.memfd_create("test-ring")
-        os.ftruncate(self.memory, ring_bytes(CAPACITY))
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK)
-        self.ring = RingReader(mmap.mmap(self.memory, ring_bytes(CAPACITY)), CAPACITY)
-        self._frames = wire.from_worker()
+        super().__init__(CAPACITY)
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, Finish] = {}
 
@@ -126,14 +119,6 @@ def bench() -> Iterator[Bench]:
     it.close()
 
 
-def eventually(check: object) -> None:
-    assert callable(check)
-    until = time.monotonic() + PATIENCE_S
-    while not check():
-        assert time.monotonic() < until
-        time.sleep(0.002)
-
-
 def test_the_same_slot_of_two_processes_and_of_the_parent(bench: Bench) -> None:
     ends = [bench.attach({"page": "one"}), bench.attach(), bench.parent]
     for number, end in enumerate(ends):
@@ -156,8 +141,8 @@ def test_log_probabilities_go_where_their_tokens_go(bench: Bench) -> None:
 
 def test_cancel_is_for_the_process_that_says_it(bench: Bench) -> None:
     one, other = bench.attach(), bench.attach()
-    for end in (one, other):
-        end.say(wire.pack_request(0, 0, request(COUNT, 40)))
+    one.say(wire.pack_request(0, 0, request(COUNT, 1 << 30)))  # ends in no other way
+    other.say(wire.pack_request(0, 0, request(COUNT, 40)))
     one.say(wire.Cancel(0, 0))
     one.read(0)
     assert one.ends[0] is Finish.CANCELLED
@@ -169,9 +154,9 @@ def test_cancel_is_for_the_process_that_says_it(bench: Bench) -> None:
 def test_what_a_dead_process_asked_for_is_cancelled(bench: Bench) -> None:
     one, other = bench.attach(), bench.attach()
     one.say(wire.pack_request(5, 1, request(COUNT, 1 << 30)))
-    eventually(lambda: bench.engine.steps > 3)
+    eventually(lambda: bench.engine.steps > 3, "the engine runs", PATIENCE_S)
     one.sock.close()
-    eventually(lambda: bench.engine.gone == [1 << 16])
+    eventually(lambda: bench.engine.gone == [1 << 16], "it is detached", PATIENCE_S)
     assert bench.engine.cancelled == [((1 << 16) + 5, 1)]
     other.say(wire.pack_request(5, 1, request(COUNT, 3)))
     other.read(5)
@@ -181,7 +166,7 @@ def test_what_a_dead_process_asked_for_is_cancelled(bench: Bench) -> None:
 def test_nonsense_ends_a_way_and_nothing_else(bench: Bench) -> None:
     one, other = bench.attach(), bench.attach()
     one.sock.sendall(b"\xff" * 100)
-    eventually(lambda: bench.engine.gone == [1 << 16])
+    eventually(lambda: bench.engine.gone == [1 << 16], "it is detached", PATIENCE_S)
     other.say(wire.pack_request(5, 1, request(COUNT, 3)))
     other.read(5)
 

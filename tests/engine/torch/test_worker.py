@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import select
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,27 +20,21 @@ from evap.engine.torch.records import Records
 from evap.engine.torch.worker import main, run
 from evap.errors import StartupError
 from evap.messages import Finish, GenerateRequest, ReplicaState, TokenLogprobs
-from evap.ring import RingReader, ring_bytes
 from tests.engine.fake_worker import COUNT, FakeEngine, build
 from tests.engine.test_supervisor import PATIENCE_S, Listener, request
 from tests.engine.torch.tiny import Maker, greedy, prompts, reference
+from tests.engine.torch.way import Way
 
 CAPACITY = 8
 
 
-class Ends:
+class Ends(Way):
     """The supervisor's ends of a link, and the worker's."""
 
     def __init__(self) -> None:
-        self.sock, self.theirs = socket.socketpair()
-        self.sock.settimeout(PATIENCE_S)
-        self.memory = os.memfd_create("test-ring")
-        os.ftruncate(self.memory, ring_bytes(CAPACITY))
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK)
-        self.ring = RingReader(mmap.mmap(self.memory, ring_bytes(CAPACITY)), CAPACITY)
+        super().__init__(CAPACITY)
         self.fds = [str(fd) for fd in (self.theirs.fileno(), self.memory, self.bell)]
         self.link = Link(self.theirs.fileno(), self.memory, self.bell)
-        self._frames = wire.from_worker()
 
     def say(self, *messages: wire.ToWorker) -> None:
         self.sock.sendall(b"".join(map(wire.frame, messages)))
