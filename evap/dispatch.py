@@ -267,7 +267,7 @@ class Dispatch:
             raise ContextOverflow(
                 f"the model's context is {context} tokens, but the request asks for "
                 f"{prompt + (max_tokens or 1)} ({wanted})",
-                param="max_tokens" if max_tokens is not None and room >= 1 else "messages",
+                param="max_tokens" if max_tokens is not None and room >= 1 else request.prompt_field,
             )
         if max_tokens is None:
             max_tokens = min(room, info.default_max_tokens or room)

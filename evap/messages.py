@@ -209,6 +209,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_text: str | None = None
     prompt_ids: Sequence[int] | None = None
     template_args: Mapping[str, Any] = {}
+    #: the field of the body that the prompt was in, for errors
+    prompt_field: str = "messages"
     sampling: SamplingParams
     #: fields of `sampling` that hold the API's default because the request leaves them open: a model's own go before
     left_open: tuple[str, ...] = ()

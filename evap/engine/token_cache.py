@@ -201,19 +201,19 @@ class TokenCache:
     def used_bytes(self) -> int:
         return self._bytes
 
-    def ids(self, text: str, limit: int = 0) -> list[int]:
-        """Ids of `text`. Raises ContextOverflow as soon as there are more than `limit` (0: no limit), and
-        InvalidRequest for a text that is not Unicode (a lone surrogate)."""
+    def ids(self, text: str, limit: int = 0, param: str = "prompt") -> list[int]:
+        """Ids of `text`. Raises ContextOverflow (of `param`) as soon as there are more than `limit` (0: no limit),
+        and InvalidRequest for a text that is not Unicode (a lone surrogate)."""
         parts = self._splitter.split(text)
         out: list[int] = []
         if parts is None:
             out += self._encode([text])[0]
         else:
             found = self._look_up(parts)
-            fresh = self._encode_missing(parts, found, limit) if None in found else {}
+            fresh = self._encode_missing(parts, found, limit, param) if None in found else {}
             for part, ids in zip(parts, found, strict=True):
                 out += fresh[part] if ids is None else ids  # type: ignore[index]  # what is not found is a str
-        _check(len(out), limit)
+        _check(len(out), limit, param)
         return out
 
     def _look_up(self, parts: Sequence[str | Ids]) -> list[Ids | None]:
@@ -230,7 +230,9 @@ class TokenCache:
                 found.append(ids)
         return found
 
-    def _encode_missing(self, parts: Sequence[str | Ids], found: Sequence[Ids | None], limit: int) -> dict[str, Ids]:
+    def _encode_missing(
+        self, parts: Sequence[str | Ids], found: Sequence[Ids | None], limit: int, param: str
+    ) -> dict[str, Ids]:
         pairs = zip(parts, found, strict=True)
         missing = list(dict.fromkeys(p for p, ids in pairs if ids is None and isinstance(p, str)))
         count = sum(len(ids) for ids in found if ids is not None)
@@ -241,7 +243,7 @@ class TokenCache:
                 fresh[text] = ids[1:] if self._splitter.leads and text.startswith(self._splitter.leads) else ids
                 count += len(fresh[text])
             self._store(batch, fresh)
-            _check(count, limit)
+            _check(count, limit, param)
         return fresh
 
     def _encode(self, texts: list[str]) -> list[Ids]:
@@ -270,8 +272,8 @@ def _size(text: str, ids: Ids) -> int:
     return sys.getsizeof(text) + sys.getsizeof(ids) + _ENTRY_OVERHEAD
 
 
-def _check(count: int, limit: int) -> None:
+def _check(count: int, limit: int, param: str) -> None:
     if limit and count > limit:
         raise ContextOverflow(
-            f"the prompt has at least {count} tokens; the model's context has room for {limit}", param="messages"
+            f"the prompt has at least {count} tokens; the model's context has room for {limit}", param=param
         )

@@ -102,7 +102,7 @@ class HfText:
         self._refuse_overlong(messages, "messages")
         text = self._template.render(messages, template_args)
         self._refuse_overlong([text], "messages")
-        return self.token_cache.ids(text, self.limit_tokens)
+        return self.token_cache.ids(text, self.limit_tokens, "messages")
 
     def _refuse_overlong(self, texts: Sequence[object], param: str) -> None:
         """A text has at least length / longest token tokens, where tokens are the text's own bytes. A message counts

@@ -95,8 +95,10 @@ def test_a_prompt_beyond_the_context(tmp_path: Path, method: str) -> None:
         return text.chat_ids([{"role": "user", "content": prompt}], {})
 
     assert ids("the dog")
-    with pytest.raises(ContextOverflow, match="room for 100"):
+    field = "prompt" if method == "encode" else "messages"
+    with pytest.raises(ContextOverflow, match="room for 100") as refused:
         ids("the dog and " * 50)
+    assert refused.value.param == field
     text._tokenizer = text._template = None  # type: ignore[assignment]
     text.token_cache = None  # type: ignore[assignment]
     with pytest.raises(ContextOverflow, match="more than"):  # without being rendered or tokenized

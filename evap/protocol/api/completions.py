@@ -57,6 +57,7 @@ class Completions:
             model=request.model,
             prompt_text=text,
             prompt_ids=ids,
+            prompt_field="prompt",
             sampling=fields.sampling(request, request.logprobs, extra),
             left_open=fields.left_open(request),
             max_tokens=request.max_tokens if request.max_tokens is not None else DEFAULT_MAX_TOKENS,
