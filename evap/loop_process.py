@@ -27,6 +27,7 @@ from evap.errors import StartupError
 from evap.messages import ReplicaState
 from evap.metering.shared_accounts import SharedAccounts
 from evap.metering.shared_operations import SharedBooks, SharedOperations
+from evap.pipe import MAX_PACKET_BYTES, Pipe
 from evap.protocol import listening, sockets
 from evap.protocol.listening import Listener
 from evap.protocol.tls import ServerTls
@@ -47,7 +48,7 @@ class LoopProcess(Server):
         self._alone = False  # the parent is gone
 
     async def main(self) -> int:
-        self._pipe = between.Pipe(
+        self._pipe = Pipe(
             self._sock, msgspec.msgpack.Decoder(between.ToChild), on_message=self._told, on_end=self._parent_gone
         )
         try:
@@ -154,7 +155,7 @@ def main(argv: list[str]) -> int:
     """Exit status as `evap serve` has it."""
     sock = socket.socket(fileno=int(argv[0]))
     os.set_inheritable(sock.fileno(), False)
-    start = msgspec.msgpack.decode(sock.recv(between.MAX_PACKET_BYTES), type=between.Start)
+    start = msgspec.msgpack.decode(sock.recv(MAX_PACKET_BYTES), type=between.Start)
     logs.configure(start.config.server.log_level, start.config.server.log_format)
     try:
         return runner()(LoopProcess(start, sock).main())

@@ -22,9 +22,9 @@ from typing import Any, Final
 
 from evap import banner, between, logs, questions
 from evap.books import Books, lost
+from evap.child import describe_end
 from evap.config import Config
 from evap.engine.channel import open_fds
-from evap.engine.child import describe_end
 from evap.engine.meter import Spec
 from evap.engine.supervisor import TorchReplica
 from evap.engines import build_shared

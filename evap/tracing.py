@@ -14,14 +14,14 @@ import mmap
 import os
 import struct
 import subprocess
-import sys
 from importlib.util import find_spec
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
 
-from evap.engine.child import describe_end, environment
+from evap import child
+from evap.child import describe_end
 from evap.errors import StartupError
 from evap.protocol.trace_context import SAMPLED, TraceContext
 
@@ -69,7 +69,7 @@ class Tracer:
         os.ftruncate(memory, mmap.PAGESIZE)
         self._memory = memory
         self._page = memoryview(mmap.mmap(memory, mmap.PAGESIZE)).cast("Q")
-        self._command = [sys.executable, "-m", "evap.span_process", url, str(timeout_s), str(memory)]
+        self._arguments = (url, timeout_s, memory)
         self._started_ns = 0
         self._pipe = -1
         self._spawn()
@@ -91,7 +91,7 @@ class Tracer:
         os.set_blocking(self._pipe, False)
         with contextlib.suppress(OSError):  # a smaller one works as well
             fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._process = subprocess.Popen(self._command, stdin=theirs, pass_fds=[self._memory], env=environment())
+        self._process = child.start("evap.span_process", self._arguments, [self._memory], stdin=theirs)
         os.close(theirs)
 
     def put(self, ended: Ended) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from evap.child import Child, describe_end
 from evap.config import EngineConfig
 from evap.engine import defaults
 from evap.engine.channel import Channel, RingReplica, capacity_for, open_fds
-from evap.engine.child import describe_end, environment
 from evap.engine.meter import Spec
 from evap.engine.torch import wire
 from evap.errors import StartupError
@@ -52,23 +50,20 @@ class Worker(Channel):
     ) -> None:
         ours, theirs, memory, bell = open_fds(ring_capacity)
         fds = (theirs.fileno(), memory, bell)
-        command = [sys.executable, "-m", module, *map(str, fds)]
-        self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment())
+        self._child = Child(module, fds, fds, on_exit=self._exited)
         theirs.close()
         # A socket that is closed: the process has ended or has lost its mind. pidfd tells when it is gone.
         super().__init__(ours, memory, bell, ring_capacity, on_ring=on_ring, on_bytes=on_bytes,
-                         on_end=self._process.kill)  # fmt: skip
+                         on_end=self._child.kill)  # fmt: skip
         self._on_exit = on_exit
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._loop.add_reader(self._pidfd, self._exited)
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def kill(self) -> None:
         if self._open:
-            self._process.kill()
+            self._child.kill()
 
     def attach(self, capacity: int, sock: socket.socket, memory: int, bell: int, meter: Spec | None) -> None:
         """Give the engine one more channel; the descriptors are its ends, and are closed here."""
@@ -83,21 +78,11 @@ class Worker(Channel):
         for fd in (memory, bell):
             os.close(fd)
 
-    def _exited(self) -> None:
-        if not self._open:
-            return
-        status = self._process.wait()
+    def _exited(self, status: int) -> None:
         self._on_ring()
         self.read_socket()
         self.close()
         self._on_exit(status)
-
-    def close(self) -> None:
-        """Let go of everything. The process must have ended."""
-        if self._open:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-        super().close()
 
 
 class TorchReplica(RingReplica):

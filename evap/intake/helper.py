@@ -12,17 +12,14 @@ import contextlib
 import logging
 import mmap
 import os
-import socket
-import subprocess
-import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from evap.engine.child import environment
 from evap.errors import InternalError, Overloaded
 from evap.intake import wire
 from evap.messages import ParsedRequest, Prompt
+from evap.pipe import PipedChild
 from evap.protocol.spool import Spool
 
 logger = logging.getLogger("evap.intake")
@@ -30,7 +27,6 @@ logger = logging.getLogger("evap.intake")
 QUEUE_FULL: Final = "large_queue_full"
 #: A prompt of fewer ids becomes a list, as prompts of small bodies are; a longer one stays where it is.
 LIST_IDS: Final = 4096
-_GRACE_S: Final = 2.0
 #: Behind the loop and the engine: whoever sends megabytes can wait a little longer than who waits for the next token.
 NICENESS: Final = 5
 
@@ -128,7 +124,7 @@ class Intake:
                 asyncio.get_running_loop().call_soon(self._fail, job)  # not within `parse`
                 return
             self._process.send(self._boot)
-        self._process.send(wire.Parse(job.id, job.dialect), job.spool.fd)
+        self._process.send(wire.Parse(job.id, job.dialect), [job.spool.fd])
 
     def _received(self, message: wire.FromWorker) -> None:
         job = self._current
@@ -182,81 +178,22 @@ def _prompt(message: wire.Encoded, fd: int) -> Prompt:
     return Prompt(ids if message.count >= LIST_IDS else ids.tolist(), message.low, message.high, text)
 
 
-class _Process:
-    """One life of the process. It ends when its socket does."""
+class _Process(PipedChild[wire.FromWorker]):
+    """One life of the process."""
 
     def __init__(
         self, module: str, *, on_message: Callable[[wire.FromWorker], None], on_exit: Callable[[int], None]
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._on_message, self._on_exit = on_message, on_exit
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", module, str(theirs.fileno())]
-        try:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment()
-            )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        super().__init__(
+            module, wire.from_worker, on_message=lambda message, _fds: on_message(message), on_exit=on_exit,
+            on_end=self.kill,
+        )  # fmt: skip
         with contextlib.suppress(OSError):  # before it imports anything; its threads will inherit it
             own = os.getpriority(os.PRIO_PROCESS, 0)
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, own + NICENESS)  # the kernel caps it at 19
-        ours.setblocking(False)
-        self._sock = ours
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._loop.add_reader(ours.fileno(), self._readable)
-        self._loop.add_reader(self._pidfd, self._ended)
+            os.setpriority(os.PRIO_PROCESS, self.pid, own + NICENESS)  # the kernel caps it at 19
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send(self, message: wire.ToWorker, fd: int = -1) -> None:
+    def send(self, message: wire.ToWorker, fds: Sequence[int] = ()) -> None:
         """It reads at any time, so that a packet that finds no room means that it is beyond help."""
-        try:
-            if fd >= 0:
-                socket.send_fds(self._sock, [wire.encode(message)], [fd])
-            else:
-                self._sock.send(wire.encode(message))
-        except OSError:
-            self._process.kill()
-
-    def kill(self) -> None:
-        """`on_exit` is called."""
-        self._process.kill()
-
-    def end(self) -> None:
-        """Ask it to end; `on_exit` is not called any more."""
-        self._on_message, self._on_exit = _ignored, _ignored
-        self._loop.remove_reader(self._sock.fileno())
-        self._sock.close()
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        try:
-            self._process.wait(0.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # it has nothing to lose
-            self._process.wait(_GRACE_S)
-
-    def _readable(self) -> None:
-        try:
-            data = self._sock.recv(wire.MAX_PACKET)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            self._on_message(wire.from_worker.decode(data))
-        else:
-            self._loop.remove_reader(self._sock.fileno())  # it has ended, or is about to: pidfd tells
-            self._process.kill()
-
-    def _ended(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        self._loop.remove_reader(self._sock.fileno())
-        os.close(self._pidfd)
-        self._sock.close()
-        self._on_exit(self._process.wait())
+        self.pipe.send(message, fds)
+        if self.pipe.queued:
+            self.kill()

@@ -197,6 +197,23 @@ def test_a_process_that_hangs_is_ended_and_the_next_job_goes_on() -> None:
     asyncio.run(run())
 
 
+def test_a_process_that_reads_nothing_any_more_is_ended_not_fed() -> None:
+    async def run() -> None:
+        async with home() as it:
+            await it.whole("completions", b'{"prompt":"warm"}')
+            assert it.intake.pid is not None
+            first = it.intake.pid
+            os.kill(first, signal.SIGSTOP)
+            for _ in range(3000):  # more packets than a socket takes
+                it.intake.cancel(it.intake.parse(it.spool(b"{}"), "completions", unwanted))
+            _, failed = it.start("completions", b"{}")
+            assert isinstance(await asyncio.wait_for(failed, SOON_S), InternalError)
+            assert it.intake.pid != first
+            assert (await it.whole("completions", b'{"prompt":"x"}'))[1].ids == [120]
+
+    asyncio.run(run())
+
+
 def test_a_process_that_cannot_start_fails_its_jobs() -> None:
     async def run() -> None:
         async with home(module="evap.intake.no_such_module") as it:
