@@ -12,8 +12,9 @@ from typing import Final
 
 from evap import __version__
 from evap.config import Config
+from evap.copies import Copies, Later
 from evap.dispatch import Dispatch
-from evap.errors import Draining, EvapError, InternalError, NotFound
+from evap.errors import Draining, EvapError, InternalError
 from evap.messages import ReplicaState
 from evap.metrics import CONTENT_TYPE, Metrics, read_snapshot
 from evap.outlet import BLOCK_HEADERS
@@ -32,7 +33,8 @@ from evap.protocol.events import (
 )
 from evap.protocol.headers import JSON, echoed_if_valid, error_body, error_headers, wire_code
 from evap.protocol.spool import Body
-from evap.usage import Ask, Background, UsagePages
+from evap.siblings import Siblings
+from evap.usage import Background, UsagePages
 
 logger = logging.getLogger("evap.app")
 _JSON_HEADERS: Final = ((b"content-type", JSON),)
@@ -66,7 +68,8 @@ class App:
         self._created_s = created_s
         self._dialects = dialects(structured_output=structured_output)
         self._hung = hung
-        self._ask: Ask | None = None
+        self._siblings: Siblings | None = None
+        self._fetch = dispatch.blocks.fetch
         self.usage = UsagePages(
             dispatch.accounting, counts=dispatch.steps.counts, background=background, send_error=send_error,
             policy=config.meter.billable, answered=metrics.answered,
@@ -85,10 +88,10 @@ class App:
             "options": self._options,
         }
 
-    def join(self, ask: Ask) -> None:
+    def join(self, siblings: Siblings, later: Later) -> None:
         """There are other processes of this server, which can be asked."""
-        self._ask = ask
-        self.usage.ask = ask
+        self._siblings = self.usage.siblings = siblings
+        self._fetch = Copies(self._dispatch.blocks, siblings, later).fetch
 
     def on_event(self, event: Event) -> None:
         """Everything that any connection reports. Never raises: one request's fault is not another's."""
@@ -125,7 +128,7 @@ class App:
                 self._dispatch.generate(reply, head, body, dialect, account, found.name)
             elif found.name == "block":
                 key = account.key.id if account is not None else ""
-                self._dispatch.blocks.fetch(head.path, key, reply, self._block)
+                self._fetch(head.path, key, reply, self._block)
             elif found.name == "usage":
                 self.usage.list(reply, head, account)
             elif found.name == "usage_one":
@@ -152,9 +155,9 @@ class App:
         reply.whole(status, _JSON_HEADERS, body)
         self._metrics.answered(status)
 
-    def _block(self, reply: Reply, body: bytes | None) -> None:
-        if body is None:
-            self._metrics.answered(send_error(reply, NotFound("this block broke off")))
+    def _block(self, reply: Reply, body: bytes | EvapError) -> None:
+        if isinstance(body, EvapError):
+            self._metrics.answered(send_error(reply, body))
             return
         reply.whole(200, BLOCK_HEADERS, body)
         self._metrics.answered(200)
@@ -189,10 +192,10 @@ class App:
 
     def _metrics_page(self, reply: Reply, head: RequestHead, found: Match) -> None:
         self._metrics.answered(200)
-        if self._ask is None:
+        if self._siblings is None:
             reply.whole(200, _METRICS_HEADERS, self._metrics.render())
         else:
-            self._ask("metrics", "", lambda data: self._sums(reply, data))
+            self._siblings.ask("metrics", "", lambda data: self._sums(reply, data))
 
     def _sums(self, reply: Reply, data: bytes) -> None:
         """data: the other processes' numbers, added up."""

@@ -56,11 +56,12 @@ class Signal(Message):
 
 
 class Question(Message):
-    """Asked of a loop process; or by one, of all others. id: the asker's."""
+    """Asked of a loop process; or by one, of all others (of: -1) or of one. id: the asker's."""
 
     id: int
-    kind: str  # "metrics" | "usage" | "flush"
+    kind: str  # "metrics" | "usage" | "flush" | "block"
     about: str = ""
+    of: int = -1
 
 
 class Answer(Message):

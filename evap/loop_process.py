@@ -13,12 +13,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from itertools import count
 from typing import Final
 
 import msgspec
 
-from evap import between, logs
+from evap import between, copies, logs
 from evap.accounting import Accounting
 from evap.engine.channel import ChannelReplica
 from evap.engine.meter import Spec
@@ -32,6 +31,7 @@ from evap.protocol import listening, sockets
 from evap.protocol.listening import Listener
 from evap.protocol.tls import ServerTls
 from evap.server import Server, runner
+from evap.siblings import Siblings
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -43,14 +43,15 @@ class LoopProcess(Server):
         super().__init__(start.config)
         self._start, self._sock = start, sock
         self._replica: ChannelReplica | None = None
-        self._asked: dict[int, Callable[[bytes], None]] = {}
-        self._ids = count(1)
-        self._alone = False  # the parent is gone
 
     async def main(self) -> int:
         self._pipe = Pipe(
             self._sock, msgspec.msgpack.Decoder(between.ToChild), on_message=self._told, on_end=self._parent_gone
         )
+        self._siblings = Siblings(
+            self._start.number, self._start.count, lambda *question: self._pipe.send(between.Question(*question)),
+            asyncio.get_running_loop().call_soon,
+        )  # fmt: skip
         try:
             return await super().main()
         finally:
@@ -91,8 +92,9 @@ class LoopProcess(Server):
 
     def _assemble(self, built: Built) -> None:
         super()._assemble(built)
-        self.dispatch.identity.secret = self._start.secret  # a key has one prefix cache, whoever it asks
-        self.app.join(self.ask)
+        identity = self.dispatch.identity
+        identity.secret, identity.number = self._start.secret, self._start.number  # one prefix cache of a key
+        self.app.join(self._siblings, self._loop.call_later)
         if self._replica is not None:
             self.metrics.running_limit = self.config.engine.max_running
 
@@ -107,15 +109,6 @@ class LoopProcess(Server):
     def _want(self, meter: Spec | None) -> None:
         self._pipe.send(between.Want(meter))
 
-    def ask(self, kind: str, about: str, back: Callable[[bytes], None]) -> None:
-        """Ask all other processes; `back` is called once, on the loop, with what they say together (or b"")."""
-        if self._alone:
-            self._loop.call_soon(back, b"")
-            return
-        id = next(self._ids)
-        self._asked[id] = back
-        self._pipe.send(between.Question(id, kind, about))
-
     def _told(self, message: between.ToChild, fds: list[int]) -> None:
         match message:
             case between.Way(capacity=capacity, info=info) if self._replica is not None:
@@ -128,7 +121,7 @@ class LoopProcess(Server):
             case between.Signal(number=number):
                 self._signalled(signal.Signals(number))
             case between.Answer(id=id, data=data):
-                self._asked.pop(id)(data)
+                self._siblings.answered(id, data)
             case between.Question(id=id, kind=kind, about=about):
                 self._answer(kind, about, lambda data: self._pipe.send(between.Answer(id, data)))
 
@@ -138,6 +131,8 @@ class LoopProcess(Server):
             back(_encode(self.metrics.snapshot()))
         elif kind == "usage" and hasattr(self, "app"):
             back(self.app.usage.known(about))
+        elif kind == "block" and hasattr(self, "dispatch"):
+            back(copies.answer(self.dispatch.blocks, about))
         elif kind == "flush" and accounting is not None and (recorder := accounting.recorder) is not None:
             self._in_thread(self._readers, lambda: recorder.flush(1.0), lambda _: back(b"%d" % recorder.pending))
         else:
@@ -145,9 +140,7 @@ class LoopProcess(Server):
 
     def _parent_gone(self) -> None:
         """Nobody would end us, or start the engine again: finish what can be finished, and go."""
-        self._alone = True
-        for id in list(self._asked):
-            self._asked.pop(id)(b"")
+        self._siblings.parent_gone()
         self._signalled(signal.SIGTERM)
 
 

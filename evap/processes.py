@@ -67,6 +67,7 @@ def shares(config: Config, count: int) -> Config:
         max_connections_per_address=part(protocol.max_connections_per_address),
         max_buffered_header_bytes=max(1 << 16, part(protocol.max_buffered_header_bytes)),
         max_buffered_body_bytes=max(part(protocol.max_buffered_body_bytes), protocol.max_body_bytes),
+        push_memory_bytes=part(protocol.push_memory_bytes),
     )  # fmt: skip
     engine = dataclasses.replace(
         engine, max_queued_requests=part(engine.max_queued_requests), max_queued_tokens=part(engine.max_queued_tokens)
@@ -215,9 +216,9 @@ class Parent:
                     self._loop.call_later(0.05, self._hand_out)
             case between.Answer():
                 self.questions.answered(child, message)
-            case between.Question(id=id, kind=kind, about=about):
+            case between.Question(id=id, kind=kind, about=about, of=of):
                 back = lambda data: child.pipe.send(between.Answer(id, data))  # noqa: E731
-                self.questions.ask(kind, about, back, asker=child.number)
+                self.questions.ask(kind, about, back, asker=child.number, of=of)
 
     def _exited(self, child: Child, status: int) -> None:
         number = child.number

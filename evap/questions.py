@@ -3,6 +3,7 @@
     metrics     each one's Snapshot; together: added up, with what dead processes had counted
     usage       what is known of an exchange (JSON, or nothing); together: the first that is something
     flush       records that are not durable yet (a number); together: the sum
+    block       a piece of a pushed answer (`copies.py`), of the process that keeps it
 
 Who does not answer within a second (it is stopped, say) is left out; of its metrics the last ones known are taken.
 """
@@ -20,6 +21,7 @@ import msgspec
 from evap import between
 from evap.loop_child import Child
 from evap.metrics import Snapshot, counted, merged, read_snapshot
+from evap.siblings import ALL
 
 PATIENCE_S: Final = 1.0
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -45,10 +47,12 @@ class Questions:
         self._last: dict[int, Snapshot] = {}
         self.retired = Snapshot({}, {}, {})  #: what dead processes had counted
 
-    def ask(self, kind: str, about: str, back: Callable[[bytes], None], asker: int | None = None) -> None:
-        """Ask all but the asker; `back` is given what they say together."""
+    def ask(
+        self, kind: str, about: str, back: Callable[[bytes], None], asker: int | None = None, of: int = ALL
+    ) -> None:
+        """Ask all but the asker, or one; `back` is given what they say together."""
         id = next(self._ids)
-        others = {number: child for number, child in self._children.items() if number != asker}
+        others = {n: child for n, child in self._children.items() if n != asker and of in (ALL, n)}
         timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._enough, id)
         self._open[id] = _Asked(kind, set(others), back, asker, timer)
         for child in others.values():
@@ -84,7 +88,7 @@ class Questions:
 
     def _together(self, asked: _Asked) -> bytes:
         said = asked.answers.values()
-        if asked.kind == "usage":
+        if asked.kind in ("usage", "block"):
             return next((data for data in said if data), b"")
         if asked.kind == "flush":
             return b"%d" % sum(int(data or 0) for data in said)

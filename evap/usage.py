@@ -21,6 +21,7 @@ from evap.metering.record import COLUMNS, Record, billable, end_of
 from evap.protocol.api import usage as api
 from evap.protocol.events import Reply, RequestHead
 from evap.protocol.headers import JSON
+from evap.siblings import NOBODY, Siblings
 
 logger = logging.getLogger("evap.usage")
 _HEADERS: Final = ((b"content-type", JSON), (b"cache-control", b"no-store"))
@@ -28,8 +29,6 @@ _HEADERS: Final = ((b"content-type", JSON), (b"cache-control", b"no-store"))
 FLUSH_S: Final = 1.0
 
 Background = Callable[[Callable[[], Any], Callable[[Any], None]], None]
-#: (kind of question, what about, called with what the other processes of this server say together)
-Ask = Callable[[str, str, Callable[[bytes], None]], None]
 
 
 class UsagePages:
@@ -49,17 +48,17 @@ class UsagePages:
         self._counts, self._background, self._send_error = counts, background, send_error
         self._answered = answered  # told the status of each answer
         self._policy = policy
-        self.ask: Ask | None = None
+        self.siblings: Siblings | None = None
 
     def one(self, reply: Reply, id: str, account: Account | None) -> None:
         """`GET /v1/usage/{id}`. Raises NotFound, also for what belongs to another key."""
         fields = self._fields(id)
         if fields is not None:
             self._answer(reply, fields, account)
-        elif self.ask is None:
+        elif (others := self.siblings) is None or (maker := others.who_made(id)) == NOBODY:
             self._one_from_ledger(reply, id, account)
         else:
-            self.ask("usage", id, lambda data: self._one_from_others(reply, id, account, data))
+            others.ask("usage", id, lambda data: self._one_from_others(reply, id, account, data), maker)
 
     def known(self, id: str) -> bytes:
         """For another process of this server: what is known here of an exchange, or b""."""
@@ -105,10 +104,10 @@ class UsagePages:
             query = api.UsageQuery(**{f: getattr(query, f) for f in query.__struct_fields__} | {"key": account.key.id})
         if self._accounting.folder is None:
             raise NotFound("this server keeps no ledger (it was started without --data-dir)", code="no_ledger")
-        if self.ask is None:
+        if self.siblings is None:
             self._list(reply, query, 0)
         else:
-            self.ask("flush", "", lambda data: self._list(reply, query, int(data or 0)))
+            self.siblings.ask("flush", "", lambda data: self._list(reply, query, int(data or 0)))
 
     def _list(self, reply: Reply, query: api.UsageQuery, pending: int) -> None:
         """pending: records that other processes have not written."""

@@ -12,6 +12,7 @@ import pytest
 from evap import between, questions
 from evap.metrics import Snapshot, read_snapshot
 from evap.questions import Questions
+from evap.siblings import ALL
 from tests.support import TIME_FACTOR
 
 
@@ -42,8 +43,8 @@ class Parent:
         self.said: list[bytes] = []
         self.heard_twice = asyncio.Event()
 
-    def ask(self, kind: str, asker: int | None = 0) -> None:
-        self.questions.ask(kind, "about", self._hear, asker)
+    def ask(self, kind: str, asker: int | None = 0, of: int = ALL) -> None:
+        self.questions.ask(kind, "about", self._hear, asker, of)
 
     def _hear(self, data: bytes) -> None:
         self.said.append(data)
@@ -128,6 +129,19 @@ def test_one_that_is_silent_is_waited_for_a_moment_only(monkeypatch: pytest.Monk
         assert read_snapshot(it.said[-1]).values["evap_tokens"] == {"prompt": 6.0}  # the silent one's last known
         it.answer(2, snapshot(9.0))  # too late, and no harm
         assert len(it.said) == 2
+
+    run(test)
+
+
+def test_one_may_be_asked_and_is_not_waited_for_when_it_is_not_there() -> None:
+    def test(it: Parent) -> None:
+        it.ask("block", of=2)
+        assert [len(c.asked) for c in it.children.values()] == [0, 0, 1]
+        it.answer(2, b"piece")
+        it.ask("block", of=7)
+        it.ask("block", of=2)
+        it.questions.gone(it.children.pop(2), Snapshot({}, {}, {}))  # type: ignore[arg-type]
+        assert it.said == [b"piece", b"", b""]
 
     run(test)
 
