@@ -7,14 +7,19 @@ in the table of its part (`[protocol]`). Defaults and units live here and nowher
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+#: The names of the queue in front of the engine: who is refused depends on who fills it.
+QUEUE: Final = "queue_share queue_full queue_pushed_out"
 
 
 def opt(
-    default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None
-) -> Any:
-    """A dataclass field that is an option. `low`/`high` are inclusive bounds, checked when the option is read."""
-    meta = {"help": help, "choices": choices, "low": low, "high": high}
+    default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None,
+    limit: str = "",
+) -> Any:  # fmt: skip
+    """A dataclass field that is an option. `low`/`high` are inclusive bounds, checked when the option is read. limit:
+    the name under which `evap_limit_total` counts what it refuses; several, separated by blanks."""
+    meta = {"help": help, "choices": choices, "low": low, "high": high, "limits": tuple(limit.split())}
     if isinstance(default, (list, dict)):
         raise TypeError("option defaults must be immutable")
     return field(default=default, metadata=meta)
@@ -45,11 +50,11 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtocolConfig:
-    """Limits and deadlines of the wire. Every one has a test."""
+    """Limits and deadlines of the wire. Every one has a test, and is in docs/limits.md."""
 
-    max_body_bytes: int = opt(64 << 20, "largest request body (413 beyond)", low=1)
+    max_body_bytes: int = opt(64 << 20, "largest request body (413 beyond)", low=1, limit="body_size")
     max_concurrent_streams: int = opt(
-        256, "streams a client may have open on one HTTP/2 connection", low=1, high=100_000
+        256, "streams a client may have open on one HTTP/2 connection", low=1, high=100_000, limit="streams"
     )
     stream_window_bytes: int = opt(
         1 << 20, "HTTP/2 flow-control window for a request body", low=65_535, high=(1 << 31) - 1
@@ -57,35 +62,79 @@ class ProtocolConfig:
     connection_window_bytes: int = opt(
         16 << 20, "HTTP/2 flow-control window for all bodies of a connection", low=65_535, high=(1 << 31) - 1
     )
-    max_header_list_bytes: int = opt(32 << 10, "largest header list, as RFC 9113 counts it (431 beyond)", low=1024)
-    max_headers: int = opt(100, "most header fields in a request (431 beyond)", low=8)
-    max_connections: int = opt(10_000, "most open connections", low=1)
+    max_header_list_bytes: int = opt(
+        32 << 10, "largest header list, as RFC 9113 counts it (431 beyond)", low=1024, limit="header_list"
+    )
+    max_headers: int = opt(100, "most header fields in a request (431 beyond)", low=8, limit="header_list")
+    header_list_factor: int = opt(
+        4, "a header list that is so many times too large ends its connection", low=1, high=100, limit="header_list"
+    )
+    max_header_block_bytes: int = opt(
+        0, "HEADERS and its CONTINUATION frames together; 0: twice --max-header-list-bytes", low=0, limit="header_block"
+    )
+    max_continuations: int = opt(8, "CONTINUATION frames of one header block", low=0, high=1000, limit="header_block")
+    max_request_line_bytes: int = opt(
+        8 << 10, "longest request line of HTTP/1.1 (431 beyond)", low=1024, limit="header_list"
+    )
+    hpack_table_bytes: int = opt(
+        4096, "HPACK table that a client may fill, which is held for each connection", low=0, high=1 << 20,
+        limit="hpack_table",
+    )  # fmt: skip
+    max_settings: int = opt(32, "entries in one SETTINGS frame", low=8, high=2730, limit="settings")
+    max_connections: int = opt(10_000, "most open connections", low=1, limit="connections")
     max_connections_per_address: int = opt(
-        1_000, "most open connections of one IPv4 address or IPv6 /64 (a proxy needs many); 0: no limit", low=0
+        1_000, "most open connections of one IPv4 address or IPv6 /64 (a proxy needs many); 0: no limit", low=0,
+        limit="connections_per_address",
+    )  # fmt: skip
+    max_open_streams: int = opt(
+        20_000, "HTTP/2 streams of all connections together (REFUSED_STREAM beyond)", low=1, limit="open_streams"
     )
-    max_open_streams: int = opt(20_000, "HTTP/2 streams of all connections together (REFUSED_STREAM beyond)", low=1)
     max_buffered_header_bytes: int = opt(
-        256 << 20, "octets of request headers held by all connections together (503 beyond)", low=1 << 16
-    )
+        256 << 20, "octets of request headers held by all connections together (503 beyond)", low=1 << 16,
+        limit="header_bytes",
+    )  # fmt: skip
     max_buffered_body_bytes: int = opt(
-        1 << 30, "request bytes held by all connections together (503 beyond)", low=1 << 20
+        1 << 30, "request bytes held by all connections together (503 beyond)", low=1 << 20, limit="body_bytes"
     )
     large_body_bytes: int = opt(
         1 << 20, "larger request bodies are parsed and tokenized in a process of their own; 0: never", low=0
     )
-    large_body_queue: int = opt(64, "large bodies that may wait to be parsed (503 beyond)", low=1)
+    large_body_queue: int = opt(64, "large bodies that may wait to be parsed (503 beyond)", low=1, limit="large_queue")
     stream_buffer_bytes: int = opt(64 << 10, "unread bytes held for a slow reader before its tokens coalesce", low=1024)
+    write_buffer_bytes: int = opt(
+        256 << 10, "unsent bytes of a connection above which it is neither written to nor read", low=32 << 10,
+        limit="stall_timeout",
+    )  # fmt: skip
     coalesce_ms: float = opt(
         0.0, "hold tokens for so long that several go out in one write; 0: each step at once", low=0
     )
-    stall_timeout_s: float = opt(30.0, "seconds a reader may take no byte before its stream is cancelled", low=0.05)
-    preface_timeout_s: float = opt(
-        10.0, "seconds for the first request line, or the HTTP/2 preface and SETTINGS", low=0.05
+    stall_timeout_s: float = opt(
+        30.0, "seconds a reader may take no byte before its stream is cancelled", low=0.05, limit="stall_timeout"
     )
-    settings_timeout_s: float = opt(10.0, "seconds for the acknowledgement of our SETTINGS", low=0.05)
-    header_timeout_s: float = opt(10.0, "seconds for a request's complete head", low=0.05)
-    body_timeout_s: float = opt(60.0, "seconds without a byte of an unfinished request body (408)", low=0.05)
-    idle_timeout_s: float = opt(300.0, "seconds a connection without requests stays open", low=0.05)
+    min_progress_bytes: int = opt(
+        1024, "a reader that takes less than this within --stall-timeout counts as one that takes nothing", low=1,
+        limit="stall_timeout",
+    )  # fmt: skip
+    preface_timeout_s: float = opt(
+        10.0, "seconds for the first request line, or the HTTP/2 preface and SETTINGS", low=0.05,
+        limit="preface_timeout",
+    )  # fmt: skip
+    settings_timeout_s: float = opt(
+        10.0, "seconds for the acknowledgement of our SETTINGS", low=0.05, limit="settings_timeout"
+    )
+    header_timeout_s: float = opt(10.0, "seconds for a request's complete head", low=0.05, limit="header_timeout")
+    body_timeout_s: float = opt(
+        60.0, "seconds without a byte of an unfinished request body (408)", low=0.05, limit="body_timeout"
+    )
+    idle_timeout_s: float = opt(
+        300.0, "seconds a connection without requests stays open", low=0.05, limit="idle_timeout"
+    )
+    linger_s: float = opt(
+        1.0, "seconds for which what a client still sends after its answer is read and thrown away", low=0, high=60
+    )
+    discard_bytes: int = opt(
+        64 << 20, "octets of an unwanted body that are read and thrown away", low=0, limit="unwanted_body"
+    )
     keepalive_comment_s: float = opt(
         15.0, "seconds of silence after which a stream gets an SSE comment; 0 never", low=0
     )
@@ -97,10 +146,34 @@ class ProtocolConfig:
     )
     push_keep_s: float = opt(60.0, "seconds for which a pushed answer can be fetched again", low=0)
     push_memory_bytes: int = opt(64 << 20, "memory for pushed answers that can be fetched again", low=0)
-    reset_burst: int = opt(100, "resets (by client or provoked) a connection may make at once", low=1)
-    reset_per_s: float = opt(20.0, "resets a connection may make per second", low=0.1)
-    control_burst: int = opt(1000, "PING, SETTINGS, PRIORITY, unknown frames at once", low=10)
-    control_per_s: float = opt(200.0, "PING, SETTINGS, PRIORITY, unknown frames per second", low=1)
+    reset_burst: int = opt(100, "resets (by client or provoked) a connection may make at once", low=1, limit="resets")
+    reset_per_s: float = opt(20.0, "resets a connection may make per second", low=0.1, limit="resets")
+    control_burst: int = opt(
+        1000, "PING, SETTINGS, PRIORITY, unknown frames and tiny DATA at once, and WINDOW_UPDATE frames", low=10,
+        limit="control_frames window_updates",
+    )  # fmt: skip
+    control_per_s: float = opt(
+        200.0, "the same per second", low=1, limit="control_frames window_updates late_frames refused_streams"
+    )
+    tiny_data_bytes: int = opt(
+        64, "DATA with less in it, and not the last, counts as a control frame", low=0, high=16_384,
+        limit="control_frames",
+    )  # fmt: skip
+    window_update_credit: int = opt(
+        4, "WINDOW_UPDATE frames that each DATA frame of ours allows a client", low=0, high=1000,
+        limit="window_updates",
+    )  # fmt: skip
+    late_burst: int = opt(
+        2048, "frames on streams that are closed, and streams refused before the client knows our limit, at once",
+        low=10, limit="late_frames refused_streams",
+    )  # fmt: skip
+    frames_at_once: int = opt(
+        64, "frames of a connection that are handled before others have their turn", low=1, high=100_000,
+        limit="frames_at_once",
+    )  # fmt: skip
+    max_tiny_chunks: int = opt(
+        1 << 16, "HTTP/1.1 chunks of less than 64 bytes in one body (400 beyond)", low=1, limit="tiny_chunks"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +187,15 @@ class EngineConfig:
     dtype: str = opt("auto", "arithmetic of the model", choices=("auto", "bfloat16", "float16", "float32"))
     device: str = opt("auto", "'cpu', 'cuda' or 'cuda:N'; auto takes a GPU if there is one")
     max_running: int = opt(64, "generations that run at once in an engine", low=1, high=4096)
-    max_queued_requests: int = opt(1024, "requests that may wait for the engine (429 or 503 beyond)", low=0)
-    max_queued_tokens: int = opt(
-        2_000_000, "prompt tokens that may wait for the engine, estimated as 4 octets each (429 or 503 beyond)", low=0
+    max_queued_requests: int = opt(
+        1024, "requests that may wait for the engine (429 or 503 beyond)", low=0, limit=QUEUE
     )
+    max_queued_tokens: int = opt(
+        2_000_000, "prompt tokens that may wait for the engine, estimated as 4 octets each (429 or 503 beyond)", low=0,
+        limit=QUEUE,
+    )  # fmt: skip
     ttft_timeout_s: float = opt(
-        600.0, "seconds until a request's first token, waiting included (an error beyond); 0 never", low=0
+        600.0, "seconds until a request's first token, waiting included (an error beyond); 0 never", low=0, limit="ttft"
     )
     max_choices: int = opt(128, "largest n of a request", low=1, high=1024)
     kv_cache_mb: int = opt(0, "memory for the KV cache of the torch engine; 0: chosen from what is free", low=0)

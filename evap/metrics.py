@@ -66,7 +66,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "evap_exchanges": Family("counter", "Exchanges settled, by why they ended", "end"),
     "evap_tokens": Family("counter", "Tokens of settled exchanges, by what was counted", "kind"),
     "evap_choices": Family("counter", "Generations ended, by why", "reason"),
-    "evap_limit": Family("counter", "What a limit has refused, ended or closed, by limit", "limit"),
+    "evap_limit": Family("counter", "What a limit has refused, ended, closed or made to wait, by limit", "limit"),
     "evap_generated_tokens": Family("counter", "Tokens that engines have given, as they come"),
     "evap_started_prompt_tokens": Family("counter", "Prompt tokens of exchanges that have their first token"),
     "evap_started_cached_tokens": Family("counter", "Of those, tokens found in the prefix cache"),

@@ -81,6 +81,8 @@ class Option:
     choices: tuple[str, ...]
     low: float | None
     high: float | None
+    #: names in evap_limit_total
+    limits: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -207,7 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_argument(group: argparse._ArgumentGroup, option: Option) -> None:
     text = option.help.replace("%", "%%")
     if option.default not in ("", ()) and "default" not in text:
-        text += f" (default {_shown(option)})"
+        text += f" (default {shown(option)})"
     settings: dict[str, Any] = {"dest": option.name, "default": None}
     if option.kind is bool:
         settings["action"] = argparse.BooleanOptionalAction
@@ -218,9 +220,10 @@ def _add_argument(group: argparse._ArgumentGroup, option: Option) -> None:
         group.add_argument("--" + option.alias.replace("_", "-"), help=argparse.SUPPRESS, **settings)
 
 
-def _shown(option: Option) -> str:
+def shown(option: Option) -> str:
+    """The default, as people read it."""
     value = option.default
-    if option.name.endswith("_bytes") and isinstance(value, int):
+    if option.name.endswith("_bytes") and isinstance(value, int) and value:
         power = next(p for p in (30, 20, 10, 0) if value % (1 << p) == 0 and value >= 1 << p)
         return f"{value}" + {30: " = {} GiB", 20: " = {} MiB", 10: " = {} KiB", 0: ""}[power].format(value >> power)
     if isinstance(value, bool):

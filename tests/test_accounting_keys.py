@@ -90,6 +90,16 @@ def test_limits_are_said_in_headers(make: Make) -> None:
     assert 0 < int(big.headers[b"retry-after"]) <= 60
     assert big.headers[b"x-ratelimit-limit-tokens"] == b"100"
     assert it.ask(key="alice", max_tokens=1).status == 429, "both requests of this minute are used"
+    assert it.dispatch.limits["key_rate"] == 2
+
+
+def test_requests_at_once(make: Make) -> None:
+    it = make(key_settings={"alice": {"max_streams": 1}})
+    it.ask(key="alice", max_tokens=10)
+    assert it.ask(key="alice", max_tokens=10).status == 429
+    assert it.dispatch.limits["key_streams"] == 1
+    it.loop.run()
+    assert it.ask(key="alice", max_tokens=10, stream=True).status == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -106,6 +116,7 @@ def test_a_budget_that_runs_out_ends_the_stream(make: Make, stream: bool) -> Non
     assert refused.status == 429
     assert error_of(refused)["code"] == error_of(refused)["type"] == "insufficient_quota"
     assert b"retry-after" in refused.headers
+    assert it.dispatch.limits["key_budget"] == 1
 
 
 def test_fifty_at_once_on_a_hundred_tokens(make: Make) -> None:

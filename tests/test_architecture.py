@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from evap import __version__
-from tests.tools import architecture, metrics_table
+from evap import __version__, dispatch
+from evap.options import table
+from evap.protocol import limits as protocol_limits
+from tests.tools import architecture, limits_table, metrics_table
 
 ROOT = architecture.ROOT
 MAX_LINES = 350
@@ -94,6 +96,21 @@ def test_architecture_md_lists_the_tree() -> None:
 
 def test_the_documents_list_each_number_of_the_metrics_page() -> None:
     assert metrics_table.PAGE.read_text() == metrics_table.written(), "run: python -m tests.tools.metrics_table --write"
+
+
+def test_the_documents_list_each_limit() -> None:
+    assert limits_table.PAGE.read_text() == limits_table.written(), "run: python -m tests.tools.limits_table --write"
+    names = {*protocol_limits.LIMITS, *dispatch.LIMITS}
+    assert set(limits_table.LIMITS) == names
+    assert {limit for option in table() for limit in option.limits} | set(limits_table.ELSEWHERE) == names
+
+
+def test_each_limit_and_each_of_its_options_is_in_a_test() -> None:
+    tests = "".join(path.read_text() for path in tree("tests") if path.name.startswith("test_"))
+    options = {option.name for option in table() if option.limits}
+    missing = [name for name in sorted(options) if not re.search(rf"\b{name}\b|--{name.replace('_', '-')}", tests)]
+    missing += [name for name in limits_table.LIMITS if f'"{name}"' not in tests]
+    assert not missing
 
 
 def test_each_listed_file_says_what_it_is() -> None:

@@ -254,28 +254,6 @@ def test_context_overflow_names_both_numbers() -> None:
     assert "1000" in error["message"]
 
 
-@pytest.mark.parametrize("limit", [0, 49], ids=["ids counted", "text cut short"])
-@pytest.mark.parametrize(
-    ("dialect", "field", "prompt"),
-    [
-        ("chat", "messages", [{"role": "user", "content": "a b c " * 40}]),
-        ("completions", "prompt", "a b c " * 40),
-        ("completions", "prompt", [1] * 60),
-    ],
-)
-def test_a_prompt_that_is_too_long_is_named_as_the_client_named_it(
-    dialect: str, field: str, prompt: Any, limit: int
-) -> None:  # fmt: skip
-    house = House(max_model_len=50)
-    house.dispatch.text.limit_tokens = limit
-    reply = FakeReply(house.core, 1)
-    house.dispatch.generate(reply, head(), json.dumps({field: prompt}).encode(), dialects()[dialect])
-    house.loop.run()
-    assert reply.status == 400
-    error = json.loads(reply.body)["error"]
-    assert (error["code"], error["param"]) == (ContextOverflow.default_code, field)
-
-
 @pytest.mark.parametrize(
     ("fields", "error"),
     [({"model": "other"}, NotFound), ({"max_tokens": 0}, InvalidRequest), ({"n": 500}, InvalidRequest)],

@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from evap.config import Config, ProtocolConfig
 from evap.engine.synthetic_text import SyntheticText
+from evap.engines import Built
 from evap.errors import ContextOverflow, Draining, InternalError, InvalidRequest, NotFound, Overloaded, RateLimited
 from evap.exchange import State
 from evap.intake import wire
@@ -21,6 +23,7 @@ from evap.messages import Prompt
 from evap.protocol.api.router import dialects
 from evap.protocol.limits import Shared
 from evap.protocol.spool import Spool
+from evap.server import Server
 from tests.fakes import FakeReply, head
 from tests.test_dispatch import House
 
@@ -263,3 +266,11 @@ def test_an_operation_is_looked_up_between_the_steps(house: Large, used: bool) -
     house.loop.run()
     assert reply.status == (400 if used else 200)
     assert house.intake.cancelled == house.intake.jobs
+
+
+def test_the_line_of_large_bodies_is_as_long_as_its_option() -> None:
+    """As the server makes it; no process is started for the first."""
+    house = Server(Config(protocol=ProtocolConfig(large_body_queue=3)))
+    intake = house._intake(Built(engine="synthetic", model="synthetic", text=SyntheticText(), replica=house, chat=True))  # type: ignore[arg-type]
+    assert intake is not None
+    assert intake._most == 3

@@ -6,7 +6,6 @@ import io
 import json
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,9 +123,6 @@ def test_without_lines_for_requests_only_failures_have_one(log: io.StringIO, tmp
     assert (line["level"], line["status"], line["end"]) == ("warning", 500, "engine_failed")
 
 
-def test_every_limit_is_counted_from_zero_and_explained() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "observability.md").read_text()
-    for limit in (*limits.LIMITS, *dispatch.LIMITS):
-        assert f"`{limit}`" in page
+def test_every_limit_is_counted_from_zero() -> None:
     assert Shared().limits == dict.fromkeys(limits.LIMITS, 0)
     assert House().dispatch.limits == dict.fromkeys(dispatch.LIMITS, 0)

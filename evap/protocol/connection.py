@@ -22,7 +22,7 @@ from evap.protocol.farewell import Farewell
 from evap.protocol.gate import Violation
 from evap.protocol.h2seam import ServerConnection
 from evap.protocol.inbound import Inbound
-from evap.protocol.limits import HIGH_WATER, NEVER, Budgets, Shared, WriteProgress, to_ns
+from evap.protocol.limits import NEVER, Budgets, Shared, WriteProgress, to_ns
 from evap.protocol.outbox import Outbox
 from evap.protocol.push import Pushes
 from evap.protocol.rowseam import RowSeam
@@ -48,6 +48,7 @@ class Http2Core(RowSeam):
         self.wake: Callable[[], None] | None = None
         self.rows: RowsHost | None = None
         self.direct: Callable[[bytes | memoryview], int] | None = None
+        self.high_water = config.write_buffer_bytes
         self.row_frames = 0  # rows sent that the WINDOW_UPDATE budget has not been credited for yet
         self.streams: dict[int, Stream] = {}
         self.conn = ServerConnection(config)
@@ -250,7 +251,7 @@ class Http2Core(RowSeam):
 
     def _flush(self) -> None:
         if self.outbox.pending and not self._closing:
-            opened = self.outbox.drain(self.now_ns, HIGH_WATER - self.writes.queued)
+            opened = self.outbox.drain(self.now_ns, self.high_water - self.writes.queued)
             self.events += [Opened(stream) for stream in opened if stream.delivered]
             self.arm(self.now_ns + to_ns(self.config.stall_timeout_s))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from evap.errors import RequestTimeout
 from evap.protocol import headers as code
-from evap.protocol.limits import LINGER_NS, MIN_PROGRESS, to_ns
+from evap.protocol.limits import to_ns
 from evap.protocol.stream import State, Stream
 
 if TYPE_CHECKING:
@@ -61,13 +61,14 @@ def check_stream(core: Http2Core, stream: Stream) -> None:
         else:
             core.arm(due)
     elif stream.state is State.LINGERING:
-        if now_ns >= stream.seen_ns + LINGER_NS:
+        due = stream.seen_ns + to_ns(core.config.linger_s)
+        if now_ns >= due:
             core.break_stream(stream, code.NO_ERROR, "")  # RFC 9113 8.1: the rest is not wanted
         else:
-            core.arm(stream.seen_ns + LINGER_NS)
+            core.arm(due)
     if stream.stalled_ns is None:
         return
-    if stream.progress >= MIN_PROGRESS:
+    if stream.progress >= core.config.min_progress_bytes:
         stream.stalled_ns, stream.progress = now_ns, 0
     due = stream.stalled_ns + to_ns(core.config.stall_timeout_s)
     if now_ns >= due:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from struct import Struct
 from typing import Final, NamedTuple
 
+from evap.config import ProtocolConfig
 from evap.protocol import headers as code
-from evap.protocol.limits import MAX_CONTINUATIONS, MAX_FRAME, MAX_SETTINGS
+from evap.protocol.limits import MAX_FRAME
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADER: Final = Struct(">HBBBL")
@@ -99,12 +100,13 @@ ANY_FORM: Final = Form(None, 0, None)
 class Gate:
     """Takes the preface off and splits the rest into frames."""
 
-    __slots__ = ("_block_limit", "_data", "_first", "_fragments", "_head", "_pos", "_preface")
+    __slots__ = ("_block_limit", "_continuations", "_data", "_first", "_fragments", "_head", "_pos", "_preface")
 
-    def __init__(self, max_header_list_bytes: int) -> None:
+    def __init__(self, config: ProtocolConfig) -> None:
         #: A block is hardly ever longer than its list, which the decoder counts; up to twice the limit can be a
         #: mistake, and is answered with 431.
-        self._block_limit = 2 * max_header_list_bytes
+        self._block_limit = config.max_header_block_bytes or 2 * config.max_header_list_bytes
+        self._continuations = config.max_continuations
         self._preface = PREFACE
         self._data = b""
         self._pos = 0
@@ -201,7 +203,7 @@ class Gate:
         started = self._head
         assert started is not None
         self._fragments.append(raw[9:])
-        if len(self._fragments) > MAX_CONTINUATIONS + 1 or sum(map(len, self._fragments)) > self._block_limit:
+        if len(self._fragments) > self._continuations + 1 or sum(map(len, self._fragments)) > self._block_limit:
             raise Violation(code.ENHANCE_YOUR_CALM, "header block too long", "header_block")
         if not flags & END_HEADERS:
             return None
@@ -226,16 +228,17 @@ def strip_padding(raw: bytes, flags: int) -> bytes:
 class SettingsFilter:
     """What of the peer's SETTINGS h2 may see. Remembers only the one setting that must not change (RFC 9218 2.1)."""
 
-    __slots__ = ("_no_priorities", "_seen")
+    __slots__ = ("_most", "_no_priorities", "_seen")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most  # entries in a frame; the registry has fewer than 20
         self._seen = False
         self._no_priorities: int | None = None
 
     def __call__(self, raw: bytes) -> tuple[bytes, dict[int, int]]:
         """(the frame for h2, what is in it). Raises Violation for what h2 does not check."""
         count = (len(raw) - 9) // 6
-        if count > MAX_SETTINGS:
+        if count > self._most:
             raise Violation(code.ENHANCE_YOUR_CALM, "too many settings in one frame", "settings")
         entries: dict[int, int] = {}
         for at in range(9, len(raw), 6):

@@ -22,7 +22,7 @@ from h2.events import Event, SettingsAcknowledged, StreamReset
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 from h2.stream import H2Stream, StreamClosedBy, StreamInputs
-from hpack.exceptions import HPACKError, OversizedHeaderListError
+from hpack.exceptions import HPACKError, InvalidTableSizeError, OversizedHeaderListError
 
 from evap.config import ProtocolConfig
 from evap.protocol import headers as code
@@ -44,6 +44,7 @@ from evap.protocol.limits import MAX_FRAME
 __all__ = ["Event", "H2Stream", "ServerConnection", "SettingsAcknowledged", "StreamReset"]
 
 INITIAL_WINDOW: Final = 65_535
+INITIAL_TABLE: Final = 4096
 MAX_STREAM_ID: Final = (1 << 31) - 1
 #: Streams are purged from h2's table after this many closed (h2 itself walks all of them for each new stream).
 PURGE_EVERY: Final = 64
@@ -96,12 +97,16 @@ class ServerConnection(H2Connection):
             client=False,
             initial_values={
                 SettingCodes.MAX_CONCURRENT_STREAMS: config.max_concurrent_streams,
+                SettingCodes.HEADER_TABLE_SIZE: config.hpack_table_bytes,
                 SettingCodes.INITIAL_WINDOW_SIZE: config.stream_window_bytes,
                 SettingCodes.MAX_HEADER_LIST_SIZE: config.max_header_list_bytes,
                 NO_RFC7540_PRIORITIES: 1,  # type: ignore[dict-item]  # RFC 9218 2.1; h2 passes unknown ids on
             },
         )
-        self.request_decoder = RequestDecoder(config.max_header_list_bytes, config.max_headers)
+        self.request_decoder = RequestDecoder(
+            config.max_header_list_bytes, config.max_headers, factor=config.header_list_factor,
+            table=max(INITIAL_TABLE, config.hpack_table_bytes),  # a smaller one holds from the acknowledgement on
+        )  # fmt: skip
         self.decoder = self.request_decoder
         self._closed_since_purge = 0
         self.initiate_connection()
@@ -138,12 +143,18 @@ class ServerConnection(H2Connection):
 
     # --- in ---
 
+    def acknowledged(self, config: ProtocolConfig) -> None:
+        """Our SETTINGS hold: the client's next block says it if its table has to shrink (RFC 7541 4.2)."""
+        self.request_decoder.limit_table(config.hpack_table_bytes)
+
     def decode(self, block: bytes) -> Fields:
         """Raises OversizedList (the context is intact), or Violation."""
         try:
             return self.request_decoder.fields(block)
         except OversizedHeaderListError as error:
             raise Violation(code.ENHANCE_YOUR_CALM, "header list far over the limit", "header_list") from error
+        except InvalidTableSizeError as error:
+            raise Violation(code.COMPRESSION_ERROR, "HPACK table over the limit", "hpack_table") from error
         except HPACKError as error:
             raise Violation(code.COMPRESSION_ERROR, "header block cannot be decoded") from error
 

@@ -23,8 +23,6 @@ OVERHEAD: Final = 32
 #: Longest Huffman string that is remembered, and how many; one table for the process (strings hold no state).
 MEMO_STRING: Final = 64
 MEMO_ENTRIES: Final = 1024
-#: A list this many times over the limit is an attack, not a mistake: COMPRESSION-level error, the connection ends.
-HARD_FACTOR: Final = 4
 #: Whole blocks remembered per connection, while the dynamic table stays as it is.
 MEMO_BLOCKS: Final = 8
 
@@ -81,15 +79,24 @@ def _string(data: bytes, at: int) -> tuple[bytes, int]:
 class RequestDecoder(Decoder):
     """Drop-in for `hpack.Decoder` on an h2 connection; h2 sets `max_allowed_table_size` and `max_header_list_size`.
 
+    factor: a list so many times over a limit is an attack, not a mistake: an error of the connection. table: octets.
     Raises hpack's errors, which h2 turns into connection errors, and OversizedList (only out of `fields`).
     """
 
-    def __init__(self, max_list_bytes: int, max_fields: int) -> None:
+    def __init__(self, max_list_bytes: int, max_fields: int, *, factor: int = 4, table: int = 4096) -> None:
         super().__init__(max_list_bytes)
+        self.max_allowed_table_size = table
+        self._most_bytes, self._most_over = factor * max_list_bytes, factor * max_fields
         self._limit = max_list_bytes
         self._max_fields = max_fields
         self._blocks: dict[bytes, Fields] = {}
         self._mark: tuple[object, int, int] = (None, 0, 0)
+
+    def limit_table(self, size: int) -> None:
+        """From now on the table has at most so many octets; blocks are looked at again."""
+        if size != self.max_allowed_table_size:
+            self.max_allowed_table_size = size
+            self._blocks.clear()
 
     def decode(self, data: bytes, raw: bool = False) -> Fields:  # type: ignore[override]
         """hpack's entry point, for h2's own use (always raw); too large is an error of the connection there."""
@@ -142,7 +149,7 @@ class RequestDecoder(Decoder):
                 size += len(field[0]) + len(field[1]) + OVERHEAD
                 if size > self._limit or len(found) >= self._max_fields:
                     over += 1
-                    if size > self._limit * HARD_FACTOR or over > self._max_fields * HARD_FACTOR:
+                    if size > self._most_bytes or over > self._most_over:
                         raise OversizedHeaderListError("header list far over the limit")
                 else:
                     found.append(field)

@@ -23,7 +23,7 @@ from evap.protocol.events import Event, PeerGone, RequestReady, StreamCancelled,
 from evap.protocol.http1_parse import Head, Refused, request_head
 from evap.protocol.http1_reader import RequestReader, draining
 from evap.protocol.http1_reply import Http1Reply
-from evap.protocol.limits import MIN_PROGRESS, NEVER, TOO_MANY_HEADERS, Shared, to_ns
+from evap.protocol.limits import NEVER, TOO_MANY_HEADERS, Shared, to_ns
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 #: HTTP/1.1 has no flow-control windows: rows see one that no response uses up.
@@ -154,7 +154,7 @@ class Http1Core:
         self._now_ns = now_ns
         events: list[Event] = []
         taken = self._given - queued_bytes
-        if not queued_bytes or taken >= self._taken_mark + MIN_PROGRESS:
+        if not queued_bytes or taken >= self._taken_mark + self._config.min_progress_bytes:
             self._taken_mark, self._progress_ns = taken, now_ns
         self._queued = queued_bytes
         reply = self._reply

@@ -18,13 +18,12 @@ import httptools
 
 from evap.errors import BodyTooLarge, EvapError, ExpectationFailed, HeadersTooLarge, InvalidRequest
 from evap.protocol.events import RequestHead
+from evap.protocol.limits import TOO_MANY_CHUNKS
 
 HEAD_END: Final = b"\r\n\r\n"
-MAX_REQUEST_LINE_BYTES: Final = 8 << 10
 MAX_CHUNK_LINE_BYTES: Final = 1 << 10
 MAX_TRAILER_BYTES: Final = 8 << 10
-#: Chunks below 64 bytes in one body: framing must not cost more than the body is worth.
-MAX_SMALL_CHUNKS: Final = 1 << 16
+#: Of chunks below this many bytes there may be so many in one body: framing must not cost more than it is worth.
 _SMALL_CHUNK: Final = 64
 
 _AUTHORITY: Final = rb"(?:\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]{0,5})?"
@@ -96,7 +95,7 @@ class _Reading:
         self.complete = True
 
 
-def check_partial(buffer: bytearray, scanned: int, max_bytes: int) -> None:
+def check_partial(buffer: bytearray, scanned: int, max_bytes: int, max_line: int) -> None:
     """Refuse an incomplete head early: bytes before `scanned` were seen before. Raises Refused.
 
     A client that speaks something else (TLS, bare LF) is answered at once instead of being waited for.
@@ -108,19 +107,19 @@ def check_partial(buffer: bytearray, scanned: int, max_bytes: int) -> None:
         start += 1
     if buffer.count(b"\n", start) != buffer.count(b"\r\n", start):
         raise malformed("a line ends without CR")
-    _check_line_length(buffer)
+    _check_line_length(buffer, max_line)
     if len(buffer) > max_bytes:
         raise Refused(HeadersTooLarge(f"the request's head is longer than {max_bytes} bytes"))
 
 
-def _check_line_length(head: bytes | bytearray) -> None:
-    if len(head) > MAX_REQUEST_LINE_BYTES and head.find(b"\r\n", 0, MAX_REQUEST_LINE_BYTES) < 0:
-        raise Refused(HeadersTooLarge(f"the request line is longer than {MAX_REQUEST_LINE_BYTES} bytes"))
+def _check_line_length(head: bytes | bytearray, most: int) -> None:
+    if len(head) > most and head.find(b"\r\n", 0, most) < 0:
+        raise Refused(HeadersTooLarge(f"the request line is longer than {most} bytes"))
 
 
-def read_head(raw: bytes, max_headers: int, max_header_list_bytes: int) -> Head:
+def read_head(raw: bytes, max_headers: int, max_header_list_bytes: int, max_line: int) -> Head:
     """`raw` up to and with the empty line. Raises Refused for everything that is not exactly one valid head."""
-    _check_line_length(raw)
+    _check_line_length(raw, max_line)
     line = _REQUEST_LINE.match(raw)
     if line is None:
         raise malformed("the request line must be METHOD /path HTTP/1.1")
@@ -252,12 +251,12 @@ class ChunkedBody:
     `feed` takes what it can from the front of a buffer and leaves what belongs to the next request.
     """
 
-    __slots__ = ("_crlf", "_left", "_max_bytes", "_small", "_trailer", "done", "size")
+    __slots__ = ("_crlf", "_left", "_max_bytes", "_max_small", "_small", "_trailer", "done", "size")
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_small: int) -> None:
         self.done = False
         self.size = 0  #: body bytes announced so far
-        self._max_bytes = max_bytes
+        self._max_bytes, self._max_small = max_bytes, max_small
         self._left = 0  # bytes of the present chunk that are to come
         self._crlf = False  # a chunk's data is complete, its CRLF is not
         self._small = 0
@@ -319,8 +318,8 @@ class ChunkedBody:
             raise Refused(BodyTooLarge(f"the request body is larger than {self._max_bytes} bytes"))
         # Extensions are framing too: a long line makes its chunk count as a small one.
         self._small += size < _SMALL_CHUNK or len(line) > _SMALL_CHUNK
-        if self._small > MAX_SMALL_CHUNKS:
-            raise malformed(f"more than {MAX_SMALL_CHUNKS} tiny chunks")
+        if self._small > self._max_small:
+            raise Refused(InvalidRequest(f"more than {self._max_small} tiny chunks", code=TOO_MANY_CHUNKS))
         self._left = size
 
     def _trailer_line(self, line: bytes) -> None:

@@ -114,20 +114,21 @@ class RequestReader:
             return
         end = pending.find(HEAD_END, max(0, self._scanned - 3))
         if end < 0:
-            check_partial(pending, self._scanned, config.max_header_list_bytes)
+            check_partial(pending, self._scanned, config.max_header_list_bytes, config.max_request_line_bytes)
             self._scanned = len(pending)
             return
         raw = bytes(memoryview(pending)[: end + 4])
         del pending[: end + 4]
         self._scanned, self._may_skip, self._since_ns = 0, True, now_ns
-        self.head = head = read_head(raw, config.max_headers, config.max_header_list_bytes)
+        limits = config.max_headers, config.max_header_list_bytes, config.max_request_line_bytes
+        self.head = head = read_head(raw, *limits)
         limit = config.max_body_bytes
         if self._shared.draining:
             raise Refused(draining())
         if (head.length or 0) > limit:
             raise Refused(BodyTooLarge(f"the request body is larger than {limit} bytes"))
         self._waits = head.expects_continue and not pending
-        self._body = ChunkedBody(limit) if head.length is None else FixedBody(head.length)
+        self._body = ChunkedBody(limit, config.max_tiny_chunks) if head.length is None else FixedBody(head.length)
 
     def _keep(self, part: bytes) -> None:
         self._body_bytes += len(part)

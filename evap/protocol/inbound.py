@@ -13,16 +13,7 @@ from evap.protocol.gate import Frame, Gate, SettingsFilter, Violation
 from evap.protocol.h2seam import SettingsAcknowledged, StreamReset
 from evap.protocol.hpack_in import Fields, OversizedList
 from evap.protocol.hpack_out import CONTINUE, NO_TABLE
-from evap.protocol.limits import (
-    LINGER_BYTES,
-    MAX_FRAME,
-    MAX_FRAMES_AT_ONCE,
-    TINY_DATA,
-    TOO_MANY_BODIES,
-    TOO_MANY_HEADERS,
-    WINDOW_CREDIT,
-    to_ns,
-)  # fmt: skip
+from evap.protocol.limits import MAX_FRAME, TOO_MANY_BODIES, TOO_MANY_HEADERS, to_ns
 from evap.protocol.priority_frames import Priorities
 from evap.protocol.request_head import Head, Malformed, check_trailers, parse
 from evap.protocol.spending import Held, spend
@@ -42,8 +33,9 @@ class Inbound:
     def __init__(self, core: Http2Core) -> None:
         self._core = core
         self._conn = core.conn
-        self._gate = Gate(core.config.max_header_list_bytes)
-        self._filter = SettingsFilter()
+        self._gate = Gate(core.config)
+        self._filter = SettingsFilter(core.config.max_settings)
+        self._at_once = core.config.frames_at_once
         self._held = Held(core.shared, core.config)
         self.unread = False  # whole frames are left: others get their turn before
         self.partial_ns: int | None = None  # when the frame that is incomplete began to come
@@ -63,15 +55,17 @@ class Inbound:
         }
 
     def receive(self, data: bytes) -> None:
-        """Bytes from the client, and the frames that they complete: at most MAX_FRAMES_AT_ONCE of them."""
+        """Bytes from the client, and the frames that they complete: at most --frames-at-once of them."""
         gate, core, handlers = self._gate, self._core, self.handlers
         self.unread = False
         gate.feed(data)
         count = 0
-        for frame in islice(gate.frames(), MAX_FRAMES_AT_ONCE):
+        for frame in islice(gate.frames(), self._at_once):
             handlers.get(frame.type, self._dropped)(frame)
             count += 1
-        self.unread = count == MAX_FRAMES_AT_ONCE
+        if count == self._at_once:
+            self.unread = True
+            core.shared.hit("frames_at_once")
         if not gate.partial:
             if self.partial_ns is not None:
                 self.partial_ns = None
@@ -212,7 +206,7 @@ class Inbound:
             self._stock(frame.raw)
             return
         payload = gate.strip_padding(frame.raw, frame.flags)
-        if len(payload) < TINY_DATA and not ended:
+        if len(payload) < core.budgets.tiny and not ended:
             spend(self._core, "control_frames")
         self._conn.body(stream.h2, len(frame.raw) - 9, ended=ended)
         stream.seen_ns = core.now_ns
@@ -244,8 +238,9 @@ class Inbound:
     def _had_enough(self, stream: Stream, payload: bytes) -> bool:
         """A body that nobody wants any more is thrown away as it comes, but not without end."""
         stream.received += len(payload)
-        if stream.received <= LINGER_BYTES:
+        if stream.received <= self._core.config.discard_bytes:
             return False
+        self._core.shared.hit("unwanted_body")
         self._core.break_stream(stream, code.NO_ERROR, "")
         return True
 
@@ -307,7 +302,7 @@ class Inbound:
 
     def _window_update(self, frame: Frame) -> None:
         core, sid = self._core, frame.sid
-        core.budgets.window.give(WINDOW_CREDIT * core.row_frames)
+        core.budgets.window.give(core.budgets.credit * core.row_frames)
         core.row_frames = 0
         spend(core, "window_updates")
         if sid and self._conn.is_idle(sid):
@@ -348,3 +343,4 @@ class Inbound:
                     core.spend_reset()
             elif isinstance(event, SettingsAcknowledged):
                 core.settings_acked = True
+                self._conn.acknowledged(core.config)

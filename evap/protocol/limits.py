@@ -20,44 +20,24 @@ from evap.protocol.headers import DateCache, wire_code
 MAX_DATA_FRAME: Final = 16_384
 #: Longest frame we accept: the initial SETTINGS_MAX_FRAME_SIZE (RFC 9113 6.5.2), never raised.
 MAX_FRAME: Final = 16_384
-#: Frames of a connection that are handled in one turn of the loop (4 ms at worst); then others have theirs.
-MAX_FRAMES_AT_ONCE: Final = 64
-#: The transport's write buffer above which a connection is neither written to nor read from; it resumes below LOW.
-HIGH_WATER: Final = 256 << 10
-LOW_WATER: Final = 64 << 10
-#: CONTINUATION frames of one header block.
-MAX_CONTINUATIONS: Final = 8
-#: Entries in one SETTINGS frame; the registry has fewer than 20.
-MAX_SETTINGS: Final = 32
-#: A DATA frame with less payload and without END_STREAM costs a token.
-TINY_DATA: Final = 64
-#: A reader that takes less than this within the stall timeout is stalled, even if it takes something.
-MIN_PROGRESS: Final = 1024
-#: Frames for streams that are closed already: those in flight when we reset a stream are innocent.
-LATE_BURST: Final = 2048
-#: WINDOW_UPDATE frames that one DATA frame of ours earns.
-WINDOW_CREDIT: Final = 4
 NS: Final = 1_000_000_000
-#: What a client still sends after an answer that did not wait for it is read and thrown away: for a moment (HTTP/2:
-#: until it is silent for one), and so many bytes of a stream. RFC 9113 8.1 and RFC 9112 9.6 let us stop at once, but
-#: clients lose the answer then: curl 7.88 when RST_STREAM comes with it, httpcore when its upload is not credited.
-LINGER_NS: Final = NS
-LINGER_BYTES: Final = 64 << 20
 NEVER: Final = 1 << 62
 #: The names of all limits of the wire, as they are counted: a closed list.
 LIMITS: Final = (
     "connections", "connections_per_address", "streams", "open_streams", "header_list", "header_bytes", "body_size",
     "body_bytes", "resets", "control_frames", "window_updates", "late_frames", "refused_streams", "header_block",
-    "settings", "preface_timeout", "settings_timeout", "header_timeout", "body_timeout", "stall_timeout",
-    "idle_timeout",
+    "hpack_table", "settings", "frames_at_once", "tiny_chunks", "unwanted_body", "preface_timeout", "settings_timeout",
+    "header_timeout", "body_timeout", "stall_timeout", "idle_timeout",
 )  # fmt: skip
 
 #: Codes of errors that are a limit's.
 TOO_MANY_BODIES: Final = "too_many_body_bytes"
 TOO_MANY_HEADERS: Final = "too_many_header_bytes"
+TOO_MANY_CHUNKS: Final = "too_many_tiny_chunks"
 ERROR_LIMITS: Final = {
     "headers_too_large": "header_list", "body_too_large": "body_size", "request_timeout": "body_timeout",
     TOO_MANY_BODIES: "body_bytes", TOO_MANY_HEADERS: "header_bytes",
+    TOO_MANY_CHUNKS: "tiny_chunks",
 }  # fmt: skip
 
 
@@ -120,17 +100,18 @@ class Budgets:
 
     resets: RST_STREAM from the client, and resets it provoked (CVE-2023-44487 Rapid Reset, CVE-2025-8671 MadeYouReset).
     control: frames that cost us work and do nothing: PING, SETTINGS, PRIORITY, unknown types, tiny DATA.
-    window: WINDOW_UPDATE frames; every DATA frame of ours gives some back.
-    late: frames for streams that are closed.
+    window: WINDOW_UPDATE frames; every DATA frame of ours that is not tiny gives `credit` back.
+    late: frames for streams that are closed already: those in flight when we reset a stream are innocent.
     """
 
-    __slots__ = ("control", "late", "resets", "window")
+    __slots__ = ("control", "credit", "late", "resets", "tiny", "window")
 
     def __init__(self, config: ProtocolConfig) -> None:
         self.resets = TokenBucket(config.reset_burst, config.reset_per_s)
         self.control = TokenBucket(config.control_burst, config.control_per_s)
         self.window = TokenBucket(config.control_burst, config.control_per_s)
-        self.late = TokenBucket(max(LATE_BURST, config.control_burst), config.control_per_s)
+        self.late = TokenBucket(config.late_burst, config.control_per_s)
+        self.credit, self.tiny = config.window_update_credit, config.tiny_data_bytes
 
 
 class WriteProgress:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from evap.protocol.h2seam import H2Stream, ServerConnection
-from evap.protocol.limits import MAX_DATA_FRAME, MIN_PROGRESS, TINY_DATA, WINDOW_CREDIT, Budgets
+from evap.protocol.limits import MAX_DATA_FRAME, Budgets
 from evap.protocol.stream import State, Stream
 
 
@@ -141,8 +141,8 @@ class Outbox:
         stream.buffered -= size
         stream.progress += size
         self.append(conn.data_header(stream.h2, size, end=last) + payload)
-        if size >= TINY_DATA:
-            self._budgets.window.give(WINDOW_CREDIT)
+        if size >= self._budgets.tiny:
+            self._budgets.window.give(self._budgets.credit)
         if last:
             self._sent_end(stream)
             return False
@@ -161,7 +161,7 @@ class Outbox:
         """At the end of a flush: who waits, since when, and who has stopped waiting."""
         if stream.buffered:
             stream.waited = True
-            if stream.stalled_ns is None or stream.progress >= MIN_PROGRESS:
+            if stream.stalled_ns is None or stream.progress >= stream.core.config.min_progress_bytes:
                 stream.stalled_ns = now_ns
                 stream.progress = 0
             return

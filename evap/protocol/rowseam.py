@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from evap.protocol.limits import HIGH_WATER
-
 if TYPE_CHECKING:
     from evap.protocol.events import Reply, RowsHost
     from evap.protocol.h2seam import ServerConnection
@@ -27,6 +25,7 @@ class RowSeam:
     rows: RowsHost | None
     direct: Callable[[bytes | memoryview], int] | None
     row_frames: int
+    high_water: int
     _closing: bool
 
     def _notify(self) -> None:
@@ -44,7 +43,7 @@ class RowSeam:
 
     @property
     def writable(self) -> bool:
-        return not self._closing and self.writes.queued + self.outbox.size < HIGH_WATER
+        return not self._closing and self.writes.queued + self.outbox.size < self.high_water
 
     def acquire(self, reply: Reply) -> int | None:
         stream = self.streams.get(reply.stream_id)

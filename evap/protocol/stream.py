@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from evap.protocol import hpack_out
 from evap.protocol.events import HeaderList, Keep, Reply, RequestHead
-from evap.protocol.limits import LINGER_NS
+from evap.protocol.limits import to_ns
 from evap.protocol.priority import DEFAULT_URGENCY
 from evap.protocol.spool import Body, Spool
 
@@ -54,7 +54,7 @@ class Action(enum.IntEnum):
     DISCARD = 2  #: throw the body away (its window is credited all the same)
     CANCEL = 3  #: whoever has the request hears of it, if it was handed over and not yet answered completely
     FINISH = 4  #: nothing more to do
-    LINGER = 5  #: the answer is complete and the request is not: reset it in a moment (limits.LINGER_NS)
+    LINGER = 5  #: the answer is complete and the request is not: reset it in a moment (--linger)
     LATE = 6  #: a frame for a closed stream: h2 answers RST_STREAM and credits the window; we count it
     IGNORE = 7
 
@@ -196,9 +196,11 @@ class Stream:
             self.spool = None
 
     def linger(self, now_ns: int) -> None:
-        """The answer is complete before the request is; what still comes is counted anew."""
+        """The answer is complete before the request is; what still comes is counted anew, and thrown away until the
+        client is silent for a moment. RFC 9113 8.1 and RFC 9112 9.6 let us stop at once, but clients lose the answer
+        then: curl 7.88 when RST_STREAM comes with it, httpcore when its upload is not credited."""
         self.seen_ns, self.received = now_ns, 0
-        self.core.arm(now_ns + LINGER_NS)
+        self.core.arm(now_ns + to_ns(self.core.config.linger_s))
 
     def start(self, status: int, headers: HeaderList) -> None:
         if self.alive and not self.started:

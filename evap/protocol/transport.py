@@ -25,7 +25,7 @@ from evap.protocol.connection import Http2Core
 from evap.protocol.events import Event
 from evap.protocol.gate import PREFACE
 from evap.protocol.http1 import Http1Core
-from evap.protocol.limits import HIGH_WATER, LINGER_NS, LOW_WATER, NEVER, NS, Shared, tick_period_s, to_ns
+from evap.protocol.limits import NEVER, NS, Shared, tick_period_s, to_ns
 from evap.protocol.sockets import Why
 
 logger = logging.getLogger("evap.protocol")
@@ -138,7 +138,7 @@ class ServerProtocol(asyncio.Protocol):
         self._transport = stream = cast("asyncio.Transport", transport)
         hub, shared = self._hub, self._hub.shared
         hub.live.add(self)
-        stream.set_write_buffer_limits(high=HIGH_WATER // 2, low=LOW_WATER)
+        stream.set_write_buffer_limits(high=hub.config.write_buffer_bytes // 2, low=hub.config.write_buffer_bytes // 4)
         sock = stream.get_extra_info("socket")
         sockets.no_delay(sock)
         self._peer = sockets.address(stream.get_extra_info("peername"))
@@ -320,7 +320,7 @@ class ServerProtocol(asyncio.Protocol):
         if transport is None or self.said_bye:
             return
         self.said_bye = True
-        self.due_ns = self._hub.clock() + LINGER_NS
+        self.due_ns = self._hub.clock() + to_ns(self._hub.config.linger_s)
         if self.queued:
             self.due_ns += int(self._hub.config.stall_timeout_s * NS)
         if transport.can_write_eof() and not self._gone:

@@ -17,6 +17,7 @@ from evap.protocol.limits import Shared, to_ns
 from tests.protocol import frames
 
 CONFIG = ProtocolConfig()
+HIGH_WATER = CONFIG.write_buffer_bytes
 
 
 def configured(**changes: Any) -> ProtocolConfig:

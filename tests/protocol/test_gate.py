@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evap.config import ProtocolConfig
 from evap.protocol import headers as code
 from evap.protocol.gate import Frame, Gate, SettingsFilter, Violation, strip_padding
 from tests.protocol import frames as f
 
 
 def gate() -> Gate:
-    its = Gate(1024)
+    its = Gate(ProtocolConfig(max_header_list_bytes=1024))
     its.feed(f.PREFACE + f.settings())
     assert len(list(its.frames())) == 1
     return its
@@ -92,17 +93,17 @@ def test_partial(so_far: bytes, partial: bool) -> None:
 
 
 def test_the_preface_may_come_in_pieces_and_must_be_right() -> None:
-    its = Gate(1024)
+    its = Gate(ProtocolConfig(max_header_list_bytes=1024))
     for octet in f.PREFACE:
         its.feed(bytes((octet,)))
     its.feed(f.settings())
     assert len(list(its.frames())) == 1
     with pytest.raises(Violation):
-        Gate(1024).feed(b"PRI * HTTP/1")
+        Gate(ProtocolConfig(max_header_list_bytes=1024)).feed(b"PRI * HTTP/1")
 
 
 def test_settings_for_h2() -> None:
-    its = SettingsFilter()
+    its = SettingsFilter(32)
     raw, entries = its(f.settings((4, 7), (0x7777, 1), (1, 1 << 31), (8, 1), (4, 9)))
     assert entries == {4: 9, 1: 4096}
     assert raw == f.settings((4, 9), (1, 4096))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from evap.errors import BodyTooLarge, ExpectationFailed, HeadersTooLarge, InvalidRequest
 from evap.protocol.http1_parse import (
     MAX_CHUNK_LINE_BYTES,
-    MAX_SMALL_CHUNKS,
     MAX_TRAILER_BYTES,
     ChunkedBody,
     FixedBody,
@@ -20,12 +19,13 @@ from evap.protocol.http1_parse import (
     request_head,
 )
 
+SMALL = 1 << 12  # chunks below 64 bytes
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: evap.test\r\n"
 
 
 def head(*fields: bytes, line: bytes = b"GET / HTTP/1.1", host: bytes = b"Host: evap.test") -> Head:
     lines = [line, *([host] if host else []), *fields]
-    return read_head(b"\r\n".join(lines) + b"\r\n\r\n", 100, 32 << 10)
+    return read_head(b"\r\n".join(lines) + b"\r\n\r\n", 100, 32 << 10, 8 << 10)
 
 
 def refusal(*fields: bytes, line: bytes = b"GET / HTTP/1.1", host: bytes = b"Host: evap.test") -> type[Exception]:
@@ -187,7 +187,7 @@ def test_limits_of_a_head() -> None:
 
 
 def partial(data: bytes, scanned: int = 0) -> None:
-    check_partial(bytearray(data), scanned, 32 << 10)
+    check_partial(bytearray(data), scanned, 32 << 10, 8 << 10)
 
 
 def test_what_is_no_http_is_refused_before_a_head_is_complete() -> None:
@@ -212,7 +212,7 @@ def test_a_head_that_does_not_end_is_refused_at_its_limit() -> None:
 
 
 def chunks(data: bytes, limit: int = 1 << 20) -> tuple[bytes, bytes, bool]:
-    body, buffer = ChunkedBody(limit), bytearray(data)
+    body, buffer = ChunkedBody(limit, SMALL), bytearray(data)
     return b"".join(body.feed(buffer)), bytes(buffer), body.done
 
 
@@ -225,7 +225,7 @@ def test_chunks_are_joined_and_the_next_request_is_left_alone() -> None:
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=8), st.lists(st.integers(1, 30), max_size=30), st.data())
 def test_chunked_in_any_portions(parts: list[bytes], cuts: list[int], data: st.DataObject) -> None:
     wire = b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in parts) + b"0\r\n\r\nNEXT"
-    body, buffer, read, at = ChunkedBody(1 << 20), bytearray(), b"", 0
+    body, buffer, read, at = ChunkedBody(1 << 20, SMALL), bytearray(), b"", 0
     for cut in [*cuts, len(wire)]:
         buffer += wire[at : at + cut]
         at += cut
@@ -251,7 +251,7 @@ def test_chunked_in_any_portions(parts: list[bytes], cuts: list[int], data: st.D
 )  # fmt: skip
 def test_chunked_bodies_that_are_refused(wire: bytes) -> None:
     def feed(step: int) -> None:
-        body, buffer = ChunkedBody(1 << 62), bytearray()
+        body, buffer = ChunkedBody(1 << 62, SMALL), bytearray()
         for at in range(0, len(wire), step):
             buffer += wire[at : at + step]
             body.feed(buffer)
@@ -272,8 +272,8 @@ def test_limits_of_a_chunked_body() -> None:
             chunks(data)
         assert isinstance(caught.value.error, HeadersTooLarge)
     with pytest.raises(Refused):
-        chunks(b"1\r\nx\r\n" * (MAX_SMALL_CHUNKS + 1))
-    assert len(chunks(b"1\r\nx\r\n" * MAX_SMALL_CHUNKS)[0]) == MAX_SMALL_CHUNKS
+        chunks(b"1\r\nx\r\n" * (SMALL + 1))
+    assert len(chunks(b"1\r\nx\r\n" * SMALL)[0]) == SMALL
 
 
 def test_a_fixed_body_takes_its_length_and_no_more() -> None:

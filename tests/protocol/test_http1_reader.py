@@ -131,6 +131,7 @@ def test_all_bodies_together_are_bounded() -> None:
     wire.shared.body_bytes = (1 << 20) - 4
     wire.receive(post(b"12345678")[:-3])
     assert status_of(wire) == (503, "too_many_body_bytes")
+    assert wire.shared.limits["body_bytes"] == 1
     assert wire.shared.body_bytes == (1 << 20) - 4
 
 

@@ -68,10 +68,9 @@ def test_a_client_may_end_its_request_after_an_early_answer(end: bytes) -> None:
     assert (raw.requests(), raw.cancelled(), raw.shared.body_bytes) == ([], [], 0)
 
 
-def test_what_comes_after_an_early_answer_is_credited_but_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_after_an_early_answer_is_credited_but_not_without_end() -> None:
     """httpcore sends all of its body before it reads an answer; a reset while it waits for window would hang it."""
-    monkeypatch.setattr("evap.protocol.inbound.LINGER_BYTES", 160_000)
-    raw = Raw(max_body_bytes=10_000, stream_window_bytes=1 << 16)
+    raw = Raw(max_body_bytes=10_000, stream_window_bytes=1 << 16, discard_bytes=160_000)
     raw.send(f.headers(1), f.data(1, bytes(10_001)))
     for sent in range(0, 160_000, 10_000):
         raw.wait(0.9)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evap.protocol.events import PriorityChanged
-from evap.protocol.limits import HIGH_WATER, MAX_DATA_FRAME
+from evap.protocol.limits import MAX_DATA_FRAME
 from tests.protocol import frames as f
-from tests.protocol.joined import Raw
+from tests.protocol.joined import HIGH_WATER, Raw
 
 
 def asked(raw: Raw, *values: bytes | None) -> list[int]:

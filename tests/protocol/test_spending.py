@@ -9,11 +9,11 @@ import pytest
 
 from evap.config import ProtocolConfig
 from evap.protocol import headers as code
-from evap.protocol.limits import HIGH_WATER, LIMITS, Shared
+from evap.protocol.limits import LIMITS, Shared
 from evap.protocol.spending import BUCKETS
 from tests.protocol import frames as f
 from tests.protocol.http1_wire import GET, Wire, post
-from tests.protocol.joined import Raw
+from tests.protocol.joined import HIGH_WATER, Raw
 
 SMALL: dict[str, Any] = {"reset_burst": 5, "control_burst": 50}
 
@@ -70,7 +70,7 @@ def test_what_overruns_a_limit_is_counted_as_that(limit: str) -> None:
     CASES[limit](raw)
     assert raw.shared.limits[limit] >= 1
     others = {name for name, count in raw.shared.limits.items() if count} - {limit}
-    assert not others
+    assert not others - {"frames_at_once"}, "a flood waits its turn, too"
     if limit in BUCKETS:
         assert (raw.goaway, raw.shared.limits[limit]) == (code.ENHANCE_YOUR_CALM, 1)
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from evap.protocol.events import Event, PeerGone, RequestReady, StreamCancelled
-from evap.protocol.limits import HIGH_WATER, LINGER_NS, to_ns
+from evap.protocol.limits import to_ns
 from evap.protocol.transport import Hub, ServerProtocol
 from tests.protocol import frames as f
 from tests.protocol.fake_transport import FakeTransport
-from tests.protocol.joined import configured, split
+from tests.protocol.joined import HIGH_WATER, configured, split
 from tests.protocol.serving import App
 
 H1 = b"GET /x HTTP/1.1\r\nhost: h\r\n\r\n"
@@ -249,9 +249,9 @@ def test_who_does_not_close_after_our_last_word_is_cut_off(bench: Bench) -> None
     assert transport.reading
     protocol.data_received(f.get(1) * 100)
     assert kinds(bench.app.events) == []
-    bench.later(LINGER_NS / 1e9 / 2)
+    bench.later(0.5)
     assert not transport.aborted
-    bench.later(LINGER_NS / 1e9)
+    bench.later(1.0)
     assert transport.aborted
 
 

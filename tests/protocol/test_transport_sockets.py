@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from evap.protocol.limits import HIGH_WATER
 from tests.protocol import frames as f
-from tests.protocol.joined import split
+from tests.protocol.joined import HIGH_WATER, split
 from tests.protocol.serving import LOOPS, App, Wire, run, serving, until
 
 STREAM = [*f.GET[:3], (b":path", b"/stream")]
