@@ -19,6 +19,7 @@ import httpx
 
 from evap.metering import ledger
 from evap.metering.record import Record
+from tests.clients.asking import eventually
 from tests.support import TIME_FACTOR, Server, running
 
 CRASHES = int(os.environ.get("EVAP_TEST_CRASHES", "4"))
@@ -38,6 +39,7 @@ class Client(threading.Thread):
     def __init__(self, url: str, seed: int) -> None:
         super().__init__(daemon=True)
         self._url, self._random = url, random.Random(seed)
+        self.begun = 0  #: answers of which something was read
         self.received: Counter[str] = Counter()
         self.complete: dict[str, int] = {}
         self.left: set[str] = set()  #: those whose end this client did not wait for
@@ -57,6 +59,7 @@ class Client(threading.Thread):
         if not kind["stream"]:
             answer = http.post("/v1/chat/completions", json=body).json()
             self.complete[answer["id"]] = answer["usage"]["completion_tokens"]
+            self.begun += 1
             return
         with http.stream("POST", "/v1/chat/completions", json=body) as answer:
             id = ""
@@ -65,12 +68,20 @@ class Client(threading.Thread):
                     self.complete[id] = tokens * kind.get("n", 1)
                 elif line:
                     event = json.loads(line.removeprefix("data: "))
+                    self.begun += not id
                     id = event["id"]
                     text = "".join(c["delta"].get("content") or "" for c in event["choices"])
                     self.received[id] += len(text)  # the canary's tokens are one character each
                     if leave and self.received[id] > tokens // 2:
                         self.left.add(id)
                         return
+
+
+def wait_for_a_moment(clients: list[Client], chance: random.Random) -> None:
+    """A random one while answers are on their way, however slow the machine is: so many of them have begun."""
+    begun = chance.randint(2, 3 * CLIENTS)
+    eventually(lambda: sum(client.begun for client in clients) >= begun, "answers begin")
+    threading.Event().wait(chance.uniform(0.0, 0.1))
 
 
 def lives(folder: Path, log: Path, number: int, seed: int) -> list[Client]:
@@ -82,7 +93,7 @@ def lives(folder: Path, log: Path, number: int, seed: int) -> list[Client]:
         clients = [Client(server.url, seed * 1000 + number * CLIENTS + i) for i in range(CLIENTS)]
         for client in clients:
             client.start()
-        threading.Event().wait(random.Random(seed + number).uniform(0.05, 0.5))
+        wait_for_a_moment(clients, random.Random(seed + number))
         # Stopped first, so that clients can read what was handed over: a kill may reset connections and lose the rest.
         server.process.send_signal(signal.SIGSTOP)
         seen = -1
