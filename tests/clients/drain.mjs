@@ -1,28 +1,17 @@
 // STREAMS chats at once over node's fetch (undici, HTTP/1.1) or node:http2, as argv says: fetch|http2.
 // Says "running" once each has a first event, and at the end {ok, wrong: [...]} on one line.
 import http2 from "node:http2";
+import { body, judge, path } from "./canaries.mjs";
 
 const [url, kind] = process.argv.slice(2);
 const [streams, tokens] = process.argv.slice(4).map(Number);
 const headers = { "content-type": "application/json" };
-const path = "/v1/chat/completions";
-
-const said = (word) => `${word} `.repeat(Math.ceil(tokens / (word.length + 1))).slice(0, tokens);
-const body = (word) =>
-  JSON.stringify({ messages: [{ role: "user", content: `canary:${word} please` }], max_tokens: tokens, stream: true });
-
-function judge(word, text) {
-  const events = text.split("\n\n").filter((e) => e.startsWith("data: ")).map((e) => e.slice(6));
-  if (events.pop() !== "[DONE]") return `${word}: cut short`;
-  const found = events.map((e) => JSON.parse(e).choices[0].delta.content ?? "").join("");
-  return found === said(word) ? null : `${word}: ${found.slice(0, 80)}`;
-}
 
 async function byFetch(word, begun) {
-  const answer = await fetch(url + path, { method: "POST", headers, body: body(word) });
+  const answer = await fetch(url + path, { method: "POST", headers, body: body(word, tokens) });
   const parts = [];
   for await (const part of answer.body) parts.push(part) === 1 && begun();
-  return judge(word, Buffer.concat(parts).toString());
+  return judge(word, Buffer.concat(parts).toString(), tokens);
 }
 
 const session = kind === "http2" ? http2.connect(url) : null;
@@ -33,8 +22,8 @@ function byHttp2(word, begun) {
     const parts = [];
     stream.on("data", (part) => parts.push(part) === 1 && begun());
     stream.on("error", reject);
-    stream.on("end", () => resolve(judge(word, Buffer.concat(parts).toString())));
-    stream.end(body(word));
+    stream.on("end", () => resolve(judge(word, Buffer.concat(parts).toString(), tokens)));
+    stream.end(body(word, tokens));
   });
 }
 

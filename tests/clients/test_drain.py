@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -54,6 +55,32 @@ def test_running_streams_of_node_finish(start_server: Callable[..., Server], kin
         server.process.send_signal(signal.SIGTERM)
         assert json.loads(client.communicate(timeout=SOON_S)[0]) == {"ok": 20, "wrong": []}
     assert server.process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_running_streams_of_undici_over_http2_finish(start_server: Callable[..., Server]) -> None:
+    """undici (the one inside node) with allowH2 ends every stream of a connection at a GOAWAY: none may come while they
+    run. A new request is refused meanwhile, or waits, and goes to the next server; it harms none that runs."""
+    flags = ("--tls", "self-signed", "--synthetic-step-ms")
+    server = start_server(*flags, "40")
+    command = [program("node"), "--no-warnings", str(HERE / "undici.mjs"), server.url, "20", "100"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdin is not None
+        assert client.stdout.readline() == "running\n"
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_log("draining")
+        client.stdin.write("late\n")
+        client.stdin.flush()
+        assert client.stdout.readline() == "ended\n"
+        assert server.process.wait(STOP_TIMEOUT_S) == 0
+        successor = start_server(*flags, "1", "--port", str(server.port))
+        found = json.loads(client.communicate("go on\n", timeout=SOON_S)[0])
+    assert (found["ok"], found["wrong"], found["moved"]) == (20, [], None)
+    assert found["late"]["said"] is not None, "it was answered by a server that drains"
+    exchanges = [line for line in server.log.splitlines() if "end=length" in line]
+    assert (len(exchanges), len({re.search(r"peer=(\S+)", line)[1] for line in exchanges})) == (20, 1)  # type: ignore[index]
+    assert all(" version=2 " in line for line in exchanges)
+    assert " version=2 " in successor.wait_log("exchange: .*")[0]
 
 
 def test_new_requests_are_refused(start_server: Callable[..., Server]) -> None:
