@@ -29,7 +29,6 @@ TESTED_BY: dict[str, str] = {
     "states.py": "test_exchange.py",
     "loop_child.py": "test_processes.py",
     "loop_process.py": "test_processes.py",
-    "engine/vllm/turn.py": "engine/vllm/test_replica.py",
     "metering/survivors.py": "test_accounting.py",
     "protocol/rowplan.py": "protocol/test_rows.py",
 }

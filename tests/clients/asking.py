@@ -73,11 +73,12 @@ def gauge(server: Server, name: str) -> float:
     return float(found[1])
 
 
-def eventually(check: Callable[[], bool], what: str, timeout_s: float = SOON_S) -> float:
-    """Seconds until `check` held. Fails after the time-out."""
+def eventually(check: Callable[[], object], what: str | Callable[[], object], timeout_s: float = SOON_S) -> float:
+    """Seconds until `check` held. Fails after the time-out, with `what` or what it returns."""
     began = time.monotonic()
     while not check():
-        assert time.monotonic() < began + timeout_s, f"not within {timeout_s} s: {what}"
+        late = time.monotonic() >= began + timeout_s
+        assert not late, f"not within {timeout_s} s: {what() if callable(what) else what}"
         time.sleep(0.005)
     return time.monotonic() - began
 

@@ -15,6 +15,7 @@ import pytest
 from bench import tiny_llama
 from evap.metering import keys
 from evap.protocol.api.router import PREFIXES, ROUTES
+from tests.clients.asking import eventually, gauge
 from tests.support import TIME_FACTOR, Server, running
 
 WAIT_S = 60.0 * TIME_FACTOR
@@ -30,11 +31,15 @@ def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def ready(http: httpx.Client, status: int) -> None:
+    eventually(lambda: http.get("/ready").status_code == status, f"/ready answers {status}", WAIT_S)
+
+
+def stays_ready(http: httpx.Client, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert http.get("/ready").status_code == 200, "saturated is not hung"
+        time.sleep(0.1)
 
 
 def test_a_key_file_is_read_again_on_sighup(start_server: StartServer, tmp_path: Path) -> None:
@@ -101,12 +106,9 @@ def test_a_hung_engine_is_not_ready_and_a_saturated_one_is(start_server: StartSe
             client(server) as third,
             third.stream("POST", "/v1/chat/completions", json=chat(stream=True, max_tokens=5)),  # waits for a place
         ):
-            deadline = time.monotonic() + 1.2
-            while time.monotonic() < deadline:
-                assert http.get("/ready").status_code == 200, "saturated is not hung"
-                time.sleep(0.1)
+            stays_ready(http, 1.2)
         with other.stream("POST", "/v1/chat/completions", json=chat("fault:hang", stream=True, max_tokens=100_000)):
-            until(lambda: http.get("/ready").status_code == 503)
+            ready(http, 503)
             assert http.get("/ready").json()["status"] == "hung"
             assert http.get("/health").status_code == 200
             server.wait_log("has work and makes no progress")
@@ -125,21 +127,18 @@ def test_a_stopped_engine_process(tmp_path: Path) -> None:
             with other.stream("POST", "/v1/chat/completions", json=long) as answer:
                 next(answer.iter_lines())
                 with third.stream("POST", "/v1/chat/completions", json=long):  # waits for a place
-                    deadline = time.monotonic() + 1.5
-                    while time.monotonic() < deadline:
-                        assert http.get("/ready").status_code == 200, "saturated is not hung"
-                        time.sleep(0.1)
+                    stays_ready(http, 1.5)
             with third.stream("POST", "/v1/chat/completions", json=long) as answer:  # has most of its tokens to come
                 lines = answer.iter_lines()
                 next(lines)
                 engine.suspend()
                 try:
-                    until(lambda: http.get("/ready").status_code == 503)
+                    ready(http, 503)
                     assert http.get("/ready").json()["status"] == "hung"
                     assert http.get("/health").status_code == 200
                 finally:
                     engine.resume()
-                until(lambda: http.get("/ready").status_code == 200)
+                ready(http, 200)
                 next(lines)
         assert "counts" not in server.log
 
@@ -158,6 +157,6 @@ def test_ledger_metrics(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server("--data-dir", str(tmp_path))
     with client(server) as http:
         id = http.post("/v1/chat/completions", json=chat(max_tokens=3)).json()["id"]
-        until(lambda: "evap_ledger_records_total 1.0" in http.get("/metrics").text)
+        eventually(lambda: gauge(server, "evap_ledger_records_total") == 1, "the record is in the ledger", WAIT_S)
         assert http.get(f"/v1/usage/{id}").json()["emitted"] == 3
         assert http.get("/v1/usage?group_by=model").json()["data"][0]["model"] == "synthetic"

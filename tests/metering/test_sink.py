@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -12,6 +11,7 @@ import pytest
 from evap.errors import StartupError
 from evap.metering import ledger, sink
 from evap.metering.sink import Sink
+from tests.clients.asking import eventually
 from tests.metering.postgres import Postgres, database
 from tests.metering.rows import record
 from tests.support import TIME_FACTOR, running
@@ -33,13 +33,6 @@ def postgres() -> Iterator[Postgres]:
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink, "POLL_S", 0.05)
     monkeypatch.setattr(sink, "MAX_BACKOFF_S", 0.2)
-
-
-def until(done: Callable[[], bool], what: object = "") -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 class Copy:
@@ -68,7 +61,7 @@ class Copy:
 
     def complete(self) -> None:
         expected = f"{self.number}|{self.number}|{20 * self.number}"
-        until(lambda: self.there() == expected, self.there)
+        eventually(lambda: self.there() == expected, self.there, WAIT_S)
 
 
 @pytest.fixture
@@ -84,8 +77,11 @@ def test_records_arrive_once_and_whole(copy: Copy) -> None:
     copy.complete()
     odd = record("odd-" + copy.node, operation='it\'s "odd" \u2603 \\', opened_us=(1 << 53) + 1, end="budget")
     ledger.insert(copy.db, [odd])
-    until(lambda: copy.postgres.query(f"SELECT operation, opened_us FROM evap_usage WHERE id = '{odd.id}'")
-          == f"{odd.operation}|{odd.opened_us}")  # fmt: skip
+    select = f"SELECT operation, opened_us FROM evap_usage WHERE id = '{odd.id}'"
+    eventually(
+        lambda: copy.postgres.query(select) == f"{odd.operation}|{odd.opened_us}",
+        lambda: copy.postgres.query(select), WAIT_S,
+    )  # fmt: skip
     assert copy.sink.copied == 1201
 
 
@@ -96,7 +92,7 @@ def test_a_new_sink_goes_on_where_the_last_one_stopped(copy: Copy) -> None:
     copy.add(5)
     copy.start()
     copy.complete()
-    until(lambda: copy.sink.copied == 5)
+    eventually(lambda: copy.sink.copied == 5, "five are copied", WAIT_S)
     copy.postgres.query(f"DELETE FROM evap_usage WHERE node = '{copy.node}'")
     copy.sink.stop(WAIT_S)
     copy.start()
@@ -108,10 +104,10 @@ def test_it_outlives_a_crash_of_the_database(copy: Copy) -> None:
     copy.complete()
     copy.postgres.stop()
     copy.add(10)
-    until(lambda: bool(copy.sink.error))
+    eventually(lambda: copy.sink.error, "it says that the database is away", WAIT_S)
     copy.postgres.start()
     copy.complete()
-    until(lambda: not copy.sink.error)
+    eventually(lambda: not copy.sink.error, "it says that the database is back", WAIT_S)
 
 
 def test_it_outlives_a_frozen_database(copy: Copy) -> None:
@@ -119,7 +115,7 @@ def test_it_outlives_a_frozen_database(copy: Copy) -> None:
     copy.complete()
     copy.postgres.freeze()
     copy.add(10)
-    until(lambda: bool(copy.sink.error))
+    eventually(lambda: copy.sink.error, "it says that the database is away", WAIT_S)
     copy.postgres.thaw()
     copy.complete()
 
@@ -138,7 +134,8 @@ def test_streams_do_not_notice_a_frozen_database(postgres: Postgres, tmp_path: P
             return str(answer.json()["id"])
 
         first = ask()
-        until(lambda: postgres.query(f"SELECT count(*) FROM evap_usage WHERE id = '{first}'") == "1")
+        there = "SELECT count(*) FROM evap_usage WHERE id "
+        eventually(lambda: postgres.query(f"{there} = '{first}'") == "1", "the first is copied", WAIT_S)
         postgres.freeze()
         try:
             ids = [ask() for _ in range(50)]
@@ -147,7 +144,7 @@ def test_streams_do_not_notice_a_frozen_database(postgres: Postgres, tmp_path: P
         finally:
             postgres.thaw()
         names = ",".join(f"'{id}'" for id in ids)
-        until(lambda: postgres.query(f"SELECT count(*) FROM evap_usage WHERE id IN ({names})") == "50")
+        eventually(lambda: postgres.query(f"{there} IN ({names})") == "50", "the others are copied", WAIT_S)
         assert "evap_sink_records_total" in client.get("/metrics").text
 
 

@@ -45,6 +45,7 @@ def configure(config: EngineConfig, model: Path, *, shared: Shared, gpus: Sequen
         raise StartupError(told, remedy=f"{_RELEASES}, or --vllm-seam async-llm")
     if moved:
         logger.warning("%s", told)
+    turn.put("VLLM_LOGGING_CONFIG_PATH", shared.logging_file())
     return options.engine_config(config, model, shared, gpus)
 
 

@@ -250,8 +250,6 @@ def _own(args: Any, config: EngineConfig, shared: Shared | None, gpus: Sequence[
 def engine_config(config: EngineConfig, model: Path, shared: Shared | None, gpus: Sequence[int] = ()) -> Any:
     """VllmConfig for one replica. Takes seconds; run it in a thread. Raises StartupError."""
     args = engine_args(config, model, shared, gpus)
-    if shared is not None:
-        os.environ["VLLM_LOGGING_CONFIG_PATH"] = shared.logging_file()
     try:
         vllm_config = args.create_engine_config(usage_context=names.UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, NotImplementedError, OSError, RuntimeError) as e:  # vLLM's checks of a configuration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Final
 
@@ -15,12 +16,24 @@ class Turn:
 
     def __init__(self) -> None:
         self._held = False
+        self._before: dict[str, str | None] = {}
 
     def begin(self) -> None:
         _TURN.acquire()
         self._held = True
 
+    def put(self, name: str, value: str) -> None:
+        """A variable of the environment for this start's processes; it is as it was when the turn ends."""
+        self._before.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
+
     def end(self) -> None:
         if self._held:
             self._held = False
+            while self._before:
+                name, value = self._before.popitem()
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
             _TURN.release()

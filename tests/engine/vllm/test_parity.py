@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -46,9 +45,8 @@ def vllm_url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2)]
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), *OPTIONS]
     command += ["--kv-cache-memory-bytes", str(256 << 20)]
-    env = {k: v for k, v in os.environ.items() if k != "VLLM_LOGGING_CONFIG_PATH"}  # of an engine in this process
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
         wait(f"{url}/health", process, log)

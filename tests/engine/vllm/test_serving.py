@@ -9,7 +9,6 @@ import random
 import selectors
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +19,13 @@ import httpx
 import psutil
 import pytest
 
+from tests.clients.asking import eventually, gauge
 from tests.engine.vllm.live import NEEDS_VLLM, prepare_environment, serve
-from tests.support import Server
+from tests.support import TIME_FACTOR, Server
 
 pytestmark = NEEDS_VLLM
+
+PATIENCE_S = 60.0 * TIME_FACTOR
 
 SCHEMA = {
     "type": "object",
@@ -133,23 +135,6 @@ def test_an_echo_with_logprobs(client: Any) -> None:
     assert all(len(top) in (2, 3) for top in choice.logprobs.top_logprobs[1:])
 
 
-def gauge(server: Server, name: str) -> float:
-    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
-        if line.startswith(f"evap_{name} "):
-            return float(line.split()[1])
-    raise AssertionError(f"no gauge {name}")
-
-
-def until(what: Any, seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    waited = threading.Event()
-    while not what():
-        if time.monotonic() > deadline:
-            return False
-        waited.wait(0.02)
-    return True
-
-
 def test_a_reset_during_a_long_prefill_frees_the_engine(small: Server) -> None:
     """A slot counts as running until the engine has confirmed that it dropped the request."""
     prompt = list(range(2, 1902))  # thirty steps of prefill
@@ -158,7 +143,7 @@ def test_a_reset_during_a_long_prefill_frees_the_engine(small: Server) -> None:
             body = {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "stream": True}
             with http.stream("POST", f"{small.url}/v1/completions", json=body) as answer:
                 assert answer.status_code == 200
-            assert until(lambda: gauge(small, "running") == 0)
+            eventually(lambda: gauge(small, "evap_running") == 0, "the engine is free", PATIENCE_S)
         body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
         assert http.post(f"{small.url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
 
@@ -234,7 +219,7 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(small: Server) -> None:
         streams.close()  # this process was held up for so long that one has had all its 4,000 tokens meanwhile
     core.kill()
     streams.read(lambda: False)
-    assert until(lambda: httpx.get(f"{small.url}/ready").status_code == 503)
+    eventually(lambda: httpx.get(f"{small.url}/ready").status_code == 503, "it is not ready", PATIENCE_S)
     for text in streams.texts:
         events = [json.loads(line[6:]) for line in text.decode().splitlines() if line.startswith("data: {")]
         assert events[-1].get("error", {}).get("code") == "engine_failed", text[-600:]
@@ -242,11 +227,11 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(small: Server) -> None:
     refused = httpx.post(f"{small.url}/v1/completions", json={"prompt": "x"})
     assert refused.status_code == 503
     assert httpx.get(f"{small.url}/health").status_code == 200
-    assert until(lambda: httpx.get(f"{small.url}/ready").status_code == 200, 300)
+    eventually(lambda: httpx.get(f"{small.url}/ready").status_code == 200, "it is ready again", 5 * PATIENCE_S)
     answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": "x", "max_tokens": 4, "ignore_eos": True})
     assert answer.json()["usage"]["completion_tokens"] == 4
-    assert gauge(small, "engine_restarts_total") == 1
-    assert gauge(small, "engine_mismatches_total") == 0
+    assert gauge(small, "evap_engine_restarts_total") == 1
+    assert gauge(small, "evap_engine_mismatches_total") == 0
 
 
 class Resets:
@@ -291,11 +276,11 @@ def test_requests_reset_within_milliseconds_leave_nothing(small: Server) -> None
     resets, core = Resets(small), engine_core(small)
     own = psutil.Process(small.process.pid)
     resets.send(max(200, count // 5))
-    assert until(lambda: gauge(small, "open_exchanges") == 0)
+    eventually(lambda: gauge(small, "evap_open_exchanges") == 0, "all are settled", PATIENCE_S)
     before = own.memory_info().rss, core.memory_info().rss
     resets.send(count)
-    assert until(lambda: gauge(small, "open_exchanges") == 0)
-    assert gauge(small, "running") == 0
+    eventually(lambda: gauge(small, "evap_open_exchanges") == 0, "all are settled", PATIENCE_S)
+    assert gauge(small, "evap_running") == 0
     after = own.memory_info().rss, core.memory_info().rss
     assert all(b - a < 30 << 20 for a, b in zip(before, after, strict=True)), (before, after)
     body = {"prompt": list(range(2, 1902)), "max_tokens": 3, "ignore_eos": True}  # takes most of the KV blocks
