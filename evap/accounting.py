@@ -167,16 +167,26 @@ class Accounting:
         self._keys = ring  # accounts of keys that are gone stay: their exchanges may run, and they may come back
 
     def authenticate(self, head: RequestHead) -> Account | None:
-        """Whose request it is; None when there are no keys. Raises Unauthenticated."""
-        if self._keys is None:
+        """Whose request it is; None when there are no keys. Raises Unauthenticated.
+
+        Found once for a head that is asked about before its body and with it, or that comes again on a connection, as
+        long as the keys are the same: a key that was revoked while a body was uploaded is of no use any more.
+        """
+        keys = self._keys
+        if keys is None:
             return None
+        if head.known and head.known[0] is keys:
+            account: Account = head.known[1]
+            return account
         scheme, _, secret = (head.get(b"authorization") or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not secret:
             raise Unauthenticated("an API key is needed: send Authorization: Bearer KEY", code="missing_api_key")
-        key = self._keys.check(secret.strip(b" "))
+        key = keys.check(secret.strip(b" "))
         if key is None:
             raise Unauthenticated("this API key is not known here")
-        return self._accounts[key.id]
+        account = self._accounts[key.id]
+        head.known[:] = keys, account
+        return account
 
     # One exchange, in order
 

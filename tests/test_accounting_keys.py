@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from evap.errors import Unauthenticated
 from evap.messages import GenerateRequest
 from evap.metering import keys
+from evap.metering.accounts import Key
 from evap.metering.operations import Operations
 from evap.protocol.api.router import PREFIXES, ROUTES
-from tests.fakes import FakeReply
+from evap.protocol.events import RequestReady
+from tests.fakes import FakeReply, head
 from tests.metered import Metered, error_of
 
 Make = Callable[..., Metered]
@@ -58,6 +61,37 @@ def test_only_the_probes_are_public() -> None:
     """A route without a key is a decision, made here: vLLM's --api-key left several open."""
     assert {path for path, route in ROUTES.items() if route.public} == {"/health", "/ready"}
     assert not any(route.public for route in PREFIXES.values())
+
+
+def test_a_head_is_looked_at_once_and_again_when_the_keys_have_changed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its head, with its body, and with the next request of the same head. What was revoked in between counts."""
+    it = make(key_settings={"alice": {}, "bob": {}})
+    checked: list[bytes] = []
+    check = keys.KeyRing.check
+
+    def counting(ring: keys.KeyRing, secret: bytes) -> Key | None:
+        checked.append(secret)
+        return check(ring, secret)
+
+    monkeypatch.setattr(keys.KeyRing, "check", counting)
+    mine = head(authorization=f"Bearer {it.secrets['alice']}")
+    assert it.app.admit(mine) is None
+    reply = FakeReply(it.core, 1)
+    it.app.on_event(RequestReady(reply, mine, b'{"messages":[{"role":"user","content":"x"}]}'))
+    it.loop.run()
+    assert (reply.status, len(checked)) == (200, 1)
+    assert [record.key for record in it.records()] == ["alice"]
+    keys.revoke(it.key_file, "bob")
+    it.accounting.reload()
+    assert it.app.admit(mine) is None
+    keys.revoke(it.key_file, "alice")
+    it.accounting.reload()
+    late = FakeReply(it.core, 3)
+    it.app.on_event(RequestReady(late, mine, b"{}"))
+    assert (late.status, len(checked)) == (401, 3)
+    assert isinstance(it.app.admit(mine), Unauthenticated)
 
 
 def test_a_model_that_a_key_may_not_use(make: Make) -> None:

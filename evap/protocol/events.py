@@ -31,6 +31,7 @@ class RequestHead:
     authority: str
     peer: str  # address of the other end, for logs
     index: dict[bytes, bytes] = field(default_factory=dict)  # first value per name
+    known: list[Any] = field(default_factory=list, compare=False, repr=False)  # what the answerer has found out of it
 
     def get(self, name: bytes) -> bytes | None:
         return self.index.get(name)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from evap.errors import BodyTooLarge, EvapError, HeadersTooLarge, Overloaded
+from evap.errors import HeadersTooLarge, Overloaded
 from evap.protocol import farewell, gate
 from evap.protocol import headers as code
+from evap.protocol.early import Early
 from evap.protocol.events import RequestHead
 from evap.protocol.gate import Frame, Gate, SettingsFilter, Violation
 from evap.protocol.h2seam import SettingsAcknowledged, StreamReset
 from evap.protocol.hpack_in import Fields, OversizedList
-from evap.protocol.hpack_out import CONTINUE, NO_TABLE
-from evap.protocol.limits import MAX_FRAME, TOO_MANY_BODIES, TOO_MANY_HEADERS, to_ns
+from evap.protocol.hpack_out import NO_TABLE
+from evap.protocol.limits import MAX_FRAME, TOO_MANY_BODIES, to_ns
 from evap.protocol.priority_frames import Priorities
 from evap.protocol.request_head import Head, Malformed, check_trailers, parse
 from evap.protocol.spending import Held, spend
@@ -37,6 +38,7 @@ class Inbound:
         self._filter = SettingsFilter(core.config.max_settings)
         self._at_once = core.config.frames_at_once
         self._held = Held(core.shared, core.config)
+        self._early = Early(core)
         self.unread = False  # whole frames are left: others get their turn before
         self.partial_ns: int | None = None  # when the frame that is incomplete began to come
         self.priorities = Priorities()
@@ -66,6 +68,7 @@ class Inbound:
         if count == self._at_once:
             self.unread = True
             core.shared.hit("frames_at_once")
+        self._early.ask()
         if not gate.partial:
             if self.partial_ns is not None:
                 self.partial_ns = None
@@ -80,6 +83,7 @@ class Inbound:
         """The connection is gone."""
         self._held.note(0)
         self.handlers.clear()
+        self._early.clear()
 
     # --- requests ---
 
@@ -142,28 +146,13 @@ class Inbound:
         stream.no_body = head.method == "HEAD"
         stream.head_bytes = parsed.size
         core.shared.header_bytes += parsed.size
-        refusal = parsed.refusal or self._early(parsed)
+        refusal = self._early.refusal(parsed)
         if refusal is not None:
             core.answer(stream, refusal)
         elif ended:
             core.ready.append(stream)
         else:
-            core.arm(core.now_ns + to_ns(core.config.body_timeout_s))
-            if parsed.wants_continue:
-                core.outbox.head(stream, CONTINUE, end=False, informational=True)
-
-    def _early(self, parsed: Head) -> EvapError | None:
-        """Why the body of this request need not come."""
-        core = self._core
-        if parsed.length is not None and parsed.length > core.config.max_body_bytes:
-            return self._too_large()
-        if core.shared.header_bytes > core.config.max_buffered_header_bytes:
-            return Overloaded("too many request headers at once", code=TOO_MANY_HEADERS, retry_after_s=1.0)
-        admit = core.shared.admit
-        return admit(parsed.head) if admit is not None else None
-
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than {self._core.config.max_body_bytes} bytes")
+            self._early.expect(stream, parsed)
 
     def _malformed(self, stream: Stream) -> None:
         """RFC 9113 8.1.1: a stream error, and the peer made us reset."""
@@ -230,7 +219,7 @@ class Inbound:
             except OSError:
                 core.answer(stream, Overloaded("no memory for the request's body", retry_after_s=1.0))
         if stream.received > core.config.max_body_bytes:
-            core.answer(stream, self._too_large())
+            core.answer(stream, self._early.too_large())
         elif core.shared.body_bytes > core.config.max_buffered_body_bytes:
             core.answer(stream, Overloaded("too many request bodies at once", code=TOO_MANY_BODIES, retry_after_s=1.0))
         return stream.state is not State.CLOSED

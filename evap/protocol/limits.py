@@ -145,7 +145,7 @@ class Shared:
     body_bytes: int = 0
     #: Bodies of more bytes come as a Spool; set by who takes them from there.
     spool_over: int = NEVER
-    #: Asked with the head of a request over HTTP/2; an error answers it at once, before its body is uploaded.
+    #: Asked with the head of a request over HTTP/2 whose body has yet to come; an error answers it at once.
     admit: Callable[[RequestHead], EvapError | None] | None = None
     #: Told the status of each request that the wire itself refuses.
     answered: Callable[[int], None] = lambda status: None

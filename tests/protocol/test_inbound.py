@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from evap.errors import NotFound
 from evap.protocol import headers as code
 from evap.protocol.events import RequestReady, StreamCancelled, WindowOpened
 from evap.protocol.stream import State, Stream
@@ -108,15 +107,6 @@ def test_an_early_answer_that_waits_for_window_goes_on_discarding() -> None:
     assert raw.resets() == []
     assert b"body_too_large" in raw.body(1)
     assert not [e for e in raw.events if isinstance(e, (RequestReady, WindowOpened))]
-
-
-def test_a_request_can_be_refused_by_its_head() -> None:
-    raw = Raw()
-    raw.shared.admit = lambda head: NotFound("no such route") if head.path == "/health" else None
-    raw.send(f.headers(1, [f.POST[0], *f.GET[1:]]), f.post(3))
-    raw.wait(1)
-    assert (raw.status(1), raw.resets(1)) == (404, [code.NO_ERROR])
-    assert [request.head.path for request in raw.requests()] == ["/v1/chat/completions"]
 
 
 def test_late_frames_have_a_budget() -> None:
