@@ -16,7 +16,7 @@ from evap.copies import Copies, Later
 from evap.dispatch import Dispatch
 from evap.errors import Draining, EvapError, InternalError
 from evap.messages import ReplicaState
-from evap.metrics import CONTENT_TYPE, Metrics, read_snapshot
+from evap.metrics import CONTENT_TYPE, Metrics
 from evap.outlet import BLOCK_HEADERS
 from evap.protocol.api import health, models
 from evap.protocol.api.router import Match, dialects, route
@@ -34,6 +34,7 @@ from evap.protocol.events import (
 from evap.protocol.headers import JSON, echoed_if_valid, error_body, error_headers, wire_code
 from evap.protocol.spool import Body
 from evap.siblings import Siblings
+from evap.snapshot import read_snapshot
 from evap.usage import Background, UsagePages
 
 logger = logging.getLogger("evap.app")

@@ -19,7 +19,7 @@ class Start(Message):
     """The first one. What the process is, and the descriptors that it has inherited.
 
     tcp: (host, port) to listen on with SO_REUSEPORT. listening: descriptors of sockets that all processes accept from.
-    accounts: descriptor of `SharedAccounts` and its rows; operations: of `SharedOperations`.
+    accounts: descriptor of `SharedAccounts` and its rows; operations: of `SharedOperations`; tally: of its `Tally`.
     secret: for cache salts. certificate: (certificate, key) in PEM, where the parent has made them.
     """
 
@@ -33,6 +33,7 @@ class Start(Message):
     operations: int
     secret: bytes
     certificate: tuple[bytes, bytes] | None = None
+    tally: int = -1
 
 
 class Engine(Message):

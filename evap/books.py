@@ -6,6 +6,7 @@ It admits nothing and settles nothing but what its dead children had open.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -22,7 +23,8 @@ from evap.metering.record import Record
 from evap.metering.shared_accounts import SharedAccounts, make_memory
 from evap.metering.shared_operations import SIZE, SharedOperations
 from evap.metering.sink import Sink
-from evap.metrics import USAGE_FIELDS, Snapshot
+from evap.metrics import USAGE_FIELDS
+from evap.snapshot import Snapshot
 
 logger = logging.getLogger("evap.accounting")
 #: Keys that a key file may have once the server runs, at least.
@@ -40,6 +42,8 @@ class Books:
         self.folder = Path(config.data_dir) if config.data_dir else None
         self._lock: int | None = None
         self._db: sqlite3.Connection | None = None
+        self._reader: sqlite3.Connection | None = None  # of the loop's thread
+        self._before = self._records = 0  # records in the ledger at the start, and since
         self.sink: Sink | None = None
 
     def open(self) -> None:
@@ -70,6 +74,7 @@ class Books:
             self._lock = recovery.take_lock(folder)
             db = self._db = ledger.open_ledger(folder)
             self._recover(folder, recovery.all_files(folder))
+            self._reader, self._before = ledger.open_ledger(folder), ledger.last(db)
         except OSError as error:
             raise StartupError(
                 f"--data-dir {folder} cannot be used: {error.strerror}", remedy="a directory of ours, with space"
@@ -113,18 +118,24 @@ class Books:
     def snapshot(self) -> Snapshot:
         """The parent's own numbers for /metrics."""
         found = Snapshot({}, {}, {})
+        if self._reader is not None:
+            with contextlib.suppress(sqlite3.Error):  # it is busy: the last number known
+                self._records = ledger.last(self._reader) - self._before
+            found.values |= {"evap_ledger_records": {"": float(self._records)}}
+            found.families["evap_ledger_records"] = ("counter", "Records committed to the ledger", "")
         if self.sink is not None:
             found.values |= {"evap_sink_ok": {"": float(not self.sink.error)}}
             found.values |= {"evap_sink_records": {"": float(self.sink.copied)}}
-            found.families["evap_sink_ok"] = ("gauge", "1 while the usage sink answers, or there is none")
-            found.families["evap_sink_records"] = ("counter", "Records copied to the usage sink")
+            found.families["evap_sink_ok"] = ("gauge", "1 while the usage sink answers, or there is none", "")
+            found.families["evap_sink_records"] = ("counter", "Records copied to the usage sink", "")
         return found
 
     def close(self) -> None:
         if self.sink is not None:
             self.sink.stop()
-        if self._db is not None:
-            self._db.close()
+        for db in (self._db, self._reader):
+            if db is not None:
+                db.close()
         if self._lock is not None:
             os.close(self._lock)
 

@@ -82,12 +82,13 @@ class Dispatch:
     def __init__(
         self, config: Config, *, text: Text, replica: Replica, rows: RowTable, model: str, shell: Shell,
         accounting: Accounting | None = None, live: Live | None = None, intake: Intake | None = None,
+        limits: dict[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.text = text
         self.replica = replica
         self.model = model
         self.draining = False
-        self.limits = dict.fromkeys(LIMITS, 0)  #: how often each has refused or ended a request
+        self.limits = limits or dict.fromkeys(LIMITS, 0)  #: how often each has refused or ended one
         self.open: dict[Exchange, None] = {}  # until settled
         self.accounting = accounting or Accounting(config.meter, model=model, slots=rows.max_slots, now_ns=shell.now_ns,
                                                    wall_ns=lambda: int(shell.wall_s() * 1e9))  # fmt: skip

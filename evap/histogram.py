@@ -1,6 +1,7 @@
 """Histograms that are fed with a list append or two per engine step, and counted by numpy when somebody looks.
 
-`Histogram`: observations by upper bound, as Prometheus has them. `Gaps`: times between the tokens of a generation.
+`Histogram`: observations by upper bound, as Prometheus has them. `SharedHistogram`: the same, outliving the process.
+`Gaps`: times between the tokens of a generation.
 """
 
 from __future__ import annotations
@@ -51,6 +52,63 @@ class Histogram:
         self.total += float(values.sum() if weights is None else values @ weights)
 
 
+class SharedHistogram(Histogram):
+    """One in memory that outlives the process; what waits to be counted is there too.
+
+        which of two states counts | state | state | what waits, FOLD float64
+        state       how much waits, int64 | total, float64 | counts, int64
+
+    A fold writes the state that does not count, and makes it count by one store: nothing is lost, or counted twice,
+    whenever the process is killed. memory: `size(len(bounds))` bytes, zeroed or written by another one.
+    """
+
+    __slots__ = ("_length", "_many", "_place", "_sizes", "_states", "_waiting", "_which")
+
+    def __init__(self, bounds: Sequence[float], memory: memoryview) -> None:
+        super().__init__(bounds)
+        self._length = 2 + len(self.counts)  # of a state, in numbers of 8 bytes
+        end = 8 * (1 + 2 * self._length)
+        self._which = memory[:8].cast("q")
+        self._sizes = memory[8:end].cast("q")
+        self._states = [np.frombuffer(memory, np.int64, self._length, 8 + 8 * i * self._length) for i in (0, 1)]
+        self._waiting = memory[end:].cast("d")
+        self._take()
+
+    @staticmethod
+    def size(bounds: int) -> int:
+        return 8 * (1 + 2 * (2 + bounds + 1) + FOLD)
+
+    def _take(self) -> None:
+        """The state that counts."""
+        which = self._which[0]
+        state, self._place = self._states[which], which * self._length
+        self._many, self.counts, self.total = int(state[0]), state[2:], float(state[1:2].view(np.float64)[0])
+
+    def observe(self, value: float) -> None:
+        many = self._many
+        self._waiting[many] = value
+        self._many = many = many + 1
+        self._sizes[self._place] = many
+        if many >= FOLD:
+            self.fold()
+
+    def fold(self) -> None:
+        if self._many:
+            self.add(np.empty(0))
+
+    def add(self, values: npt.NDArray[np.float64], weights: npt.NDArray[np.int64] | None = None) -> None:
+        fresh = Histogram(self.bounds.tolist())
+        fresh.add(np.array(self._waiting[: self._many]))
+        fresh.add(values, weights)
+        which = 1 - self._which[0]
+        state = self._states[which]
+        state[0] = 0
+        state[1:2].view(np.float64)[0] = self.total + fresh.total
+        state[2:] = self.counts + fresh.counts
+        self._which[0] = which
+        self._take()
+
+
 class Gaps:
     """Times between arrivals of one generation's tokens, in seconds, over all generations.
 
@@ -63,8 +121,8 @@ class Gaps:
         "_counts", "_fresh", "_gaps", "_key", "_last", "_others", "_slots", "_then", "_waiting", "_width", "histogram",
     )  # fmt: skip
 
-    def __init__(self, slots: int, bounds: Sequence[float]) -> None:
-        self.histogram = Histogram(bounds)
+    def __init__(self, slots: int, histogram: Histogram) -> None:
+        self.histogram = histogram
         self._last: npt.NDArray[np.int64] = np.full(slots, _NEVER, np.int64)  # ns of the last arrival, by slot
         self._fresh: list[int] = []
         self._slots: Any = self._last[:0].astype(np.int32)  # of the last batch, which `_last` does not know yet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import signal
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,7 @@ class Child(PipedChild[between.FromChild]):
         )  # fmt: skip
         self.number = start.number
         self.up: between.Up | None = None
+        self.tally: mmap.mmap  #: its counters, also when it is dead
         self.started_s = self._loop.time()
         self.pipe.send(start)
 

@@ -7,6 +7,7 @@ what it is. What differs from a server of one process is here, and nothing else 
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ from evap.protocol.listening import Listener
 from evap.protocol.tls import ServerTls
 from evap.server import Server, runner
 from evap.siblings import Siblings
+from evap.tally import SIZE, Tally
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -42,6 +44,7 @@ class LoopProcess(Server):
     def __init__(self, start: between.Start, sock: socket.socket) -> None:
         super().__init__(start.config)
         self._start, self._sock = start, sock
+        self.numbers = Tally(mmap.mmap(start.tally, SIZE))
         self._replica: ChannelReplica | None = None
 
     async def main(self) -> int:
@@ -95,6 +98,7 @@ class LoopProcess(Server):
         identity = self.dispatch.identity
         identity.secret, identity.number = self._start.secret, self._start.number  # one prefix cache of a key
         self.app.join(self._siblings, self._loop.call_later)
+        self.metrics.be_one_of_several()
         if self._replica is not None:
             self.metrics.running_limit = self.config.engine.max_running
 

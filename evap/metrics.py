@@ -13,15 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from evap import exposition
-from evap.histogram import Gaps, Histogram
+from evap.histogram import Gaps
 from evap.messages import Usage
+from evap.snapshot import Snapshot, merged, of_python
+from evap.tally import Numbers, Plain
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -112,67 +113,36 @@ VLLM: Final[dict[str, tuple[str, tuple[float, ...]]]] = {
     "request_params_max_tokens": ("evap_request_max_tokens", TOKENS),
     "request_params_n": ("evap_request_choices", CHOICES),
 }
-#: Gauges that say whether all is well: of several processes the least counts. Other values are added.
-LEAST: Final = frozenset(("evap_ready", "evap_ledger_ok", "evap_sink_ok"))
-#: A share of something that is one for all.
-MOST: Final = frozenset(("evap_kv_cache_usage",))
+#: Where numbers of other parts of a process are kept with its own: limits (of requests, of the wire), and counters.
+LIMITS: Final = ("limits", "wire limits")
+WIRE: Final = "wire"
 _COMPLETE: Final = frozenset(("stop", "length", "budget"))
 
 
-class Snapshot(msgspec.Struct):
-    """All numbers of a process, plain. values: family -> label's value ("" without a label) -> number.
-    histograms: family -> (counts by bucket, sum). helps: of gauges and counters: family -> (kind, text)."""
-
-    values: dict[str, dict[str, float]]
-    histograms: dict[str, tuple[list[int], float]]
-    families: dict[str, tuple[str, str]]
-
-
-read_snapshot: Final = msgspec.msgpack.Decoder(Snapshot).decode
-
-
-def merged(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """Of several processes, as if it were one."""
-    total = Snapshot({}, {}, {})
-    for snapshot in snapshots:
-        total.families.update(snapshot.families)
-        for name, values in snapshot.values.items():
-            into = total.values.setdefault(name, {})
-            for label, value in values.items():
-                known = into.get(label)
-                add = min if name in LEAST else max if name in MOST else float.__add__
-                into[label] = value if known is None else add(float(known), float(value))
-        for name, (counts, size) in snapshot.histograms.items():
-            old, old_size = total.histograms.get(name, ([0] * len(counts), 0.0))
-            total.histograms[name] = ([a + b for a, b in zip(old, counts, strict=True)], old_size + size)
-    return total
-
-
-def counted(snapshot: Snapshot) -> Snapshot:
-    """What stays true of a process when it is dead: no gauges."""
-    gauges = {name for name, (kind, _) in snapshot.families.items() if kind == "gauge"}
-    return Snapshot(
-        {name: values for name, values in snapshot.values.items() if name not in gauges}, snapshot.histograms,
-        {name: family for name, family in snapshot.families.items() if name not in gauges},
-    )  # fmt: skip
+def left_in(numbers: Numbers) -> Snapshot:
+    """What a process had counted that is dead. numbers: those that it was given."""
+    it = Metrics("", 1, numbers)
+    it.limits += [numbers.counts(family) for family in LIMITS]
+    found = it.snapshot()
+    found.values |= {f"evap_{name}": {"": float(n)} for name, n in numbers.counts(WIRE).items()}
+    return found
 
 
 class Live:
     """What is noted while exchanges run. Fed by `steps.py`: at each engine step, and at an exchange's first token."""
 
-    __slots__ = ("cached", "first", "gaps", "generated", "prompt")
+    __slots__ = ("counts", "first", "gaps")
 
-    def __init__(self, slots: int = 1 << 16) -> None:
-        self.generated = 0
-        self.prompt = 0
-        self.cached = 0
-        self.first = Histogram(FIRST)
-        self.gaps = Gaps(slots, GAP)
+    def __init__(self, slots: int = 1 << 16, numbers: Numbers | None = None) -> None:
+        numbers = numbers or Plain()
+        self.counts = numbers.counts("live", ("generated", "prompt", "cached"))
+        self.first = numbers.histogram(FIRST)
+        self.gaps = Gaps(slots, numbers.histogram(GAP))
 
     def started(self, prompt: int, cached: int, first_s: float) -> None:
         """An exchange has its first token."""
-        self.prompt += prompt
-        self.cached += cached
+        self.counts["prompt"] += prompt
+        self.counts["cached"] += cached
         self.first.observe(first_s)
 
 
@@ -194,23 +164,30 @@ class Settled(NamedTuple):
 
 
 class Metrics:
-    """Counters of one process, and the registry that serves them."""
+    """Counters of one process, and the registry that serves them. numbers: where they are."""
 
-    def __init__(self, model: str, slots: int = 1 << 16) -> None:
-        self.live = Live(slots)
-        self.ends = dict.fromkeys(sorted(ENDS), 0)
-        self.statuses: dict[int, int] = {}
-        self.reasons = dict.fromkeys(REASONS, 0)
-        self.tokens = dict.fromkeys(USAGE_FIELDS, 0)
-        self.histograms = {name: Histogram(f.bounds) for name, f in FAMILIES.items() if f.kind == "histogram"}
-        self.histograms["evap_time_to_first_token_seconds"] = self.live.first
-        self.histograms["evap_inter_token_seconds"] = self.live.gaps.histogram
+    def __init__(self, model: str, slots: int = 1 << 16, numbers: Numbers | None = None) -> None:
+        numbers = numbers or Plain()
+        self.live = Live(slots, numbers)
+        self.ends = numbers.counts("ends", sorted(ENDS))
+        self.statuses = numbers.counts("statuses")
+        self.reasons = numbers.counts("reasons", REASONS)
+        self.tokens = numbers.counts("tokens", USAGE_FIELDS)
+        live = {
+            "evap_time_to_first_token_seconds": self.live.first,
+            "evap_inter_token_seconds": self.live.gaps.histogram,
+        }
+        self.histograms = live | {
+            name: numbers.histogram(f.bounds)
+            for name, f in FAMILIES.items() if f.kind == "histogram" and name not in live
+        }  # fmt: skip
         #: limit -> how often; what several say of one limit is added
         self.limits: list[Mapping[str, int]] = []
         self._read: dict[str, tuple[Family, Callable[[], float]]] = {}
         self._model = model
         #: of an engine that several processes share: none of them knows how many of its generations run
         self.running_limit: int | None = None
+        self._python: Callable[[], Snapshot] | None = None
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
@@ -225,9 +202,16 @@ class Metrics:
         """Serve `evap_{name}_total`, read at each scrape; it must never fall."""
         self._read[f"evap_{name}"] = (Family("counter", help), read)
 
+    def be_one_of_several(self) -> None:
+        """Their parent says what the system says of each, and how many records the ledger got from all."""
+        self._read.pop("evap_ledger_records", None)
+        self.registry = CollectorRegistry()
+        PlatformCollector(registry=self.registry)
+        self._python = of_python
+
     def answered(self, status: int) -> None:
         """A request that made no exchange (models, health, refused before a prompt was read)."""
-        self.statuses[status] = self.statuses.get(status, 0) + 1
+        self.statuses[str(status)] = self.statuses.get(str(status), 0) + 1
 
     def settled(self, it: Settled) -> None:
         """One exchange is over; its account is final."""
@@ -266,8 +250,8 @@ class Metrics:
 
     def snapshot(self) -> Snapshot:
         """All numbers as of now."""
-        live = self.live
-        live.gaps.fold()
+        live = self.live.counts
+        self.live.gaps.fold()
         for histogram in self.histograms.values():
             histogram.fold()
         limits: Counter[str] = Counter()
@@ -275,21 +259,22 @@ class Metrics:
             limits.update(counts)
         values: dict[str, dict[str, float]] = {
             "evap_limit": dict(limits),
-            "evap_requests": {str(status): n for status, n in self.statuses.items()},
+            "evap_requests": dict(self.statuses),
             "evap_exchanges": dict(self.ends),
             "evap_tokens": dict(self.tokens),
             "evap_choices": dict(self.reasons),
-            "evap_generated_tokens": {"": live.generated},
-            "evap_started_prompt_tokens": {"": live.prompt},
-            "evap_started_cached_tokens": {"": live.cached},
+            "evap_generated_tokens": {"": live["generated"]},
+            "evap_started_prompt_tokens": {"": live["prompt"]},
+            "evap_started_cached_tokens": {"": live["cached"]},
         }
         for name, (_, read) in self._read.items():
             values[name] = {"": read()}
-        return Snapshot(
+        own = Snapshot(
             values,
             {name: (h.counts.tolist(), h.total) for name, h in self.histograms.items()},
-            {name: (family.kind, family.help) for name, (family, _) in self._read.items()},
+            {name: (family.kind, family.help, "") for name, (family, _) in self._read.items()},
         )
+        return own if self._python is None else merged([own, self._python()])
 
     def render(self, others: Sequence[Snapshot] = ()) -> bytes:
         """The page. others: snapshots of the other processes that serve the same port."""

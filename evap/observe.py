@@ -158,9 +158,9 @@ def watch(
     gauge("large_requests", "Large requests on their way to tokens", lambda: float(large.jobs if large else 0))
     gauge("ready", "1 if the engine is ready", lambda: float(replica.state is ReplicaState.READY))
     metrics.limits += (dispatch.limits, shared.limits)
-    counter("violations", "Connections closed for breaking the protocol", lambda: float(shared.violations))
-    counter("pushed", "Answers that were pushed", lambda: float(shared.pushed))
-    counter("push_refused", "Pushed answers that the client reset", lambda: float(shared.push_refused))
+    counter("violations", "Connections closed for breaking the protocol", lambda: float(shared.counts["violations"]))
+    counter("pushed", "Answers that were pushed", lambda: float(shared.counts["pushed"]))
+    counter("push_refused", "Pushed answers that the client reset", lambda: float(shared.counts["push_refused"]))
     gauge("push_kept_bytes", "Bytes of pushed answers that can be fetched again", lambda: float(dispatch.blocks.size))
     counter("log_lines_dropped", "Log lines that nobody read in time", lambda: float(logs.dropped()))
     if tracer is not None:

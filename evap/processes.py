@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import mmap
 import os
 import secrets
 import signal
@@ -19,6 +20,8 @@ import sqlite3
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
+
+import msgspec
 
 from evap import banner, between, logs, questions
 from evap.books import Books, lost
@@ -32,9 +35,12 @@ from evap.errors import StartupError
 from evap.loop_child import Child
 from evap.messages import ReplicaState, TokenBatch
 from evap.metering.record import Record
-from evap.metrics import Snapshot, merged
+from evap.metering.shared_accounts import make_memory
+from evap.metrics import left_in
 from evap.protocol import listening, sockets, tls
 from evap.server import EXIT_FORCED, log_engine, runner
+from evap.snapshot import Snapshot, merged, of_process
+from evap.tally import SIZE, Tally
 
 logger = logging.getLogger("evap.server")
 FIRST_BACKOFF_S: Final = 0.5
@@ -43,7 +49,7 @@ MAX_BACKOFF_S: Final = 30.0
 STEADY_S: Final = 60.0
 #: Beyond the drain's time-out, for a loop process that does not end by itself.
 GRACE_S: Final = 10.0
-#: What a process counted for /metrics since the last look is lost when it is killed.
+#: What a process counted for /metrics since the last look, and not in its tally, is lost when it is killed.
 LOOK_S: Final = 0.5
 #: Between two tries to settle what a dead process had open.
 RETRY_S: Final = 1.0
@@ -200,9 +206,12 @@ class Parent:
 
     def _spawn(self, number: int) -> None:
         start, listeners = self._start, [listener.sock.fileno() for listener in self.listeners]
-        mine = between.Start(number, *(getattr(start, name) for name in start.__struct_fields__[1:]))
-        fds = [*listeners, *self.books.inherited]
-        self.children[number] = Child(mine, fds, on_message=self._told, on_exit=self._exited)
+        tally = make_memory("evap-tally", SIZE)
+        mine = msgspec.structs.replace(start, number=number, tally=tally)
+        fds = [*listeners, *self.books.inherited, tally]
+        child = self.children[number] = Child(mine, fds, on_message=self._told, on_exit=self._exited)
+        child.tally = mmap.mmap(tally, SIZE)
+        os.close(tally)
 
     def _told(self, child: Child, message: between.FromChild) -> None:
         match message:
@@ -243,7 +252,7 @@ class Parent:
                 if self._stopping:
                     break  # the next start does it
                 await asyncio.sleep(RETRY_S)
-        self.questions.gone(child, lost(interrupted))
+        self.questions.gone(child, left_in(Tally(child.tally)), lost(interrupted))
         del self.children[child.number]
         self._news.set()
         if self._stopping or self._error is not None:
@@ -262,8 +271,13 @@ class Parent:
             await asyncio.sleep(LOOK_S)
             self.questions.ask("metrics", "", lambda _: None)
 
-    def _own(self) -> Snapshot:
-        return merged([self.books.snapshot(), questions.numbers(list(self.children.values()))])
+    def _own(self, page: bool) -> Snapshot:
+        children = list(self.children.values())
+        pids = {"parent": os.getpid()} | {str(child.number): child.pid for child in children}
+        if self._replica is not None and (engine := self._replica.pid) is not None:
+            pids["engine"] = engine
+        system = [of_process(name, pid) for name, pid in pids.items() if page]
+        return merged([self.books.snapshot(), questions.numbers(children), *system])
 
     # Life and end
 

@@ -20,8 +20,8 @@ import msgspec
 
 from evap import between
 from evap.loop_child import Child
-from evap.metrics import Snapshot, counted, merged, read_snapshot
 from evap.siblings import ALL
+from evap.snapshot import Snapshot, counted, merged, read_snapshot
 
 PATIENCE_S: Final = 1.0
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -38,9 +38,9 @@ class _Asked:
 
 
 class Questions:
-    """own: the parent's own numbers for /metrics."""
+    """own: the parent's own numbers for /metrics, if they are for a page."""
 
-    def __init__(self, children: dict[int, Child], own: Callable[[], Snapshot]) -> None:
+    def __init__(self, children: dict[int, Child], own: Callable[[bool], Snapshot]) -> None:
         self._children, self._own = children, own
         self._ids = count(1)
         self._open: dict[int, _Asked] = {}
@@ -69,9 +69,12 @@ class Questions:
             self._last[child.number] = read_snapshot(answer.data)
         self._done(answer.id, asked, child.number)
 
-    def gone(self, child: Child, lost: Snapshot) -> None:
-        """It answers no more. lost: what is to be added to what it had counted."""
-        self.retired = merged([self.retired, counted(self._last.pop(child.number, Snapshot({}, {}, {}))), lost])
+    def gone(self, child: Child, left: Snapshot, lost: Snapshot) -> None:
+        """It answers no more. left: what it had counted at its end, as far as that is known (of the rest the last
+        numbers known are taken). lost: what is to be added."""
+        last = counted(self._last.pop(child.number, Snapshot({}, {}, {})))
+        known = Snapshot(last.values | left.values, last.histograms | left.histograms, last.families)
+        self.retired = merged([self.retired, known, lost])
         for id, asked in list(self._open.items()):
             self._done(id, asked, child.number)
 
@@ -93,10 +96,10 @@ class Questions:
         if asked.kind == "flush":
             return b"%d" % sum(int(data or 0) for data in said)
         last = [snapshot for number, snapshot in self._last.items() if number != asked.asker]
-        return _encode(merged([*last, self.retired, self._own()]))
+        return _encode(merged([*last, self.retired, self._own(asked.asker is not None)]))
 
 
 def numbers(children: Sequence[Child]) -> Snapshot:
     """How many loop processes there are."""
-    families = {"evap_loop_processes": ("gauge", "Loop processes that are up")}
+    families = {"evap_loop_processes": ("gauge", "Loop processes that are up", "")}
     return Snapshot({"evap_loop_processes": {"": float(sum(c.up is not None for c in children))}}, {}, families)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from evap import banner, logs, tracing
+from evap import banner, dispatch, logs, metrics, tracing
 from evap.accounting import Accounting
 from evap.app import App, send_error
 from evap.coalesce import Coalescer
@@ -34,11 +34,12 @@ from evap.intake.wire import Boot
 from evap.messages import ReplicaState
 from evap.metrics import Metrics
 from evap.observe import Observer, watch
-from evap.protocol import listening
+from evap.protocol import limits, listening
 from evap.protocol.listening import Listener
 from evap.protocol.rows import RowTable
 from evap.protocol.tls import ServerTls
 from evap.protocol.transport import Hub
+from evap.tally import Numbers, Plain
 from evap.waiting import AHEAD
 
 logger = logging.getLogger("evap.server")
@@ -74,6 +75,7 @@ class Server:
         self._forced = asyncio.Event()
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="evap-tokenize")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="evap-usage")
+        self.numbers: Numbers = Plain()
         self.accounting: Accounting | None = None
         self.tls: ServerTls | None = None
         self.tracer = tracing.start(config.server.otel_endpoint) if config.server.otel_endpoint else None
@@ -166,7 +168,8 @@ class Server:
 
     def _assemble(self, built: Built) -> None:
         config = self.config
-        self.metrics = Metrics(built.model, self.slots)
+        numbers = self.numbers
+        self.metrics = Metrics(built.model, self.slots, numbers)
         observer = Observer(
             self.metrics, model=built.model, now_ns=time.monotonic_ns, wall_s=time.time,
             log_requests=config.server.log_requests, tracer=self.tracer,
@@ -181,6 +184,7 @@ class Server:
                 flush=self._flush, settled=observer.settled, log_exception=logger.exception, send_error=send_error,
             ),
             accounting=self.accounting, live=self.metrics.live, intake=self.intake,
+            limits=numbers.counts(metrics.LIMITS[0], dispatch.LIMITS),
         )  # fmt: skip
         self.app = App(
             config, self.dispatch, self.metrics, created_s=int(time.time()), hung=lambda: self.heartbeat.hung,
@@ -188,14 +192,17 @@ class Server:
             background=lambda work, back: self._in_thread(self._readers, work, back),
         )  # fmt: skip
         self.hub = Hub(config.protocol, on_event=self.app.on_event, loop=self._loop)
-        self.hub.shared.admit, self.hub.shared.answered = self.app.admit, self.metrics.answered
+        shared = self.hub.shared
+        shared.admit, shared.answered = self.app.admit, self.metrics.answered
+        shared.limits = numbers.counts(metrics.LIMITS[1], limits.LIMITS)
+        shared.counts = numbers.counts(metrics.WIRE, limits.COUNTS)
         if self.intake is not None:
-            self.hub.shared.spool_over = config.protocol.large_body_bytes
+            shared.spool_over = config.protocol.large_body_bytes
         on_batch = self.dispatch.steps.on_batch
         if config.protocol.coalesce_ms:
             on_batch = Coalescer(config.protocol.coalesce_ms / 1e3, on_batch, self._loop.call_later).on_batch
         built.replica.listen(on_batch, self._engine_state)
-        watch(self.metrics, self.dispatch, self.hub.shared, config.engine, self.tracer)
+        watch(self.metrics, self.dispatch, shared, config.engine, self.tracer)
         self.metrics.gauge("tasks", "Tasks of the loop", lambda: float(len(asyncio.all_tasks(self._loop))))
 
     def _intake(self, built: Built) -> Intake | None:

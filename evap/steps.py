@@ -242,7 +242,7 @@ class Steps:
                 exchange.account.first_step = batch.step
                 live.started(len(exchange.prompt_ids), exchange.cached, (now_ns - exchange.opened_ns) / 1e9)
         self._computed[batch.slot] = batch.index + 1
-        live.generated += len(batch.slot)
+        live.counts["generated"] += len(batch.slot)
         live.gaps.note(batch.slot, now_ns)
 
     def _plain(self, slots: Any, tokens: Any) -> None:

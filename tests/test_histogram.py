@@ -51,7 +51,7 @@ BOUNDS = (1e-9, 3e-9, 10e-9, 50e-9)
     )
 )
 def test_gaps_are_those_of_a_slow_loop(steps: list[tuple[int, list[int], list[int], int]]) -> None:
-    gaps, expected = Gaps(6, BOUNDS), Histogram(BOUNDS)
+    gaps, expected = Gaps(6, Histogram(BOUNDS)), Histogram(BOUNDS)
     last: dict[int, int] = {}
     now = 1000
     for passed, slots, fresh, times in steps:
@@ -72,7 +72,7 @@ def test_gaps_are_those_of_a_slow_loop(steps: list[tuple[int, list[int], list[in
 
 
 def test_what_waits_of_gaps_is_bounded() -> None:
-    gaps = Gaps(2, BOUNDS)
+    gaps = Gaps(2, Histogram(BOUNDS))
     for now in range(histogram.FOLD + 2):
         gaps.note(np.array([0, 1], np.int32), now)
     assert gaps.histogram.counts.sum() == 2 * histogram.FOLD + 0

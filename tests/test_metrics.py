@@ -8,7 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from evap.messages import Usage
-from evap.metrics import ENDS, FAMILIES, REASONS, VLLM, Metrics, Settled, Snapshot, merged
+from evap.metrics import ENDS, FAMILIES, REASONS, VLLM, Metrics, Settled
+from evap.snapshot import Snapshot, merged
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
 
@@ -29,7 +30,7 @@ def test_sums_are_exact() -> None:
     for _ in range(3):
         metrics.settled(settled())
         metrics.live.started(10, 4, 0.1)
-        metrics.live.generated += 7
+        metrics.live.counts["generated"] += 7
     metrics.answered(404)
     got = samples(metrics)
     assert got["evap_requests_total", ("200",)] == 3
@@ -109,7 +110,7 @@ def test_pages_add_up() -> None:
         part.counter("violations", "Connections closed", lambda: 5.0)
         for _ in range(n + 1):
             part.settled(settled(whole_s=0.01 * 10**n))
-            part.live.generated += 7
+            part.live.counts["generated"] += 7
         for now in (0, 1_000_000, 3_000_000):
             part.live.gaps.note(np.array([0, 1], np.int32), now)
     others = [msgspec.json.decode(msgspec.json.encode(part.snapshot()), type=Snapshot) for part in parts[1:]]

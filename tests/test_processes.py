@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,45 @@ def test_a_killed_process_is_replaced_and_its_exchanges_are_settled(tmp_path: Pa
         assert all(a.endswith(b"data: [DONE]\n\n") for a in again)
 
 
+def test_a_kill_loses_no_count(tmp_path: Path) -> None:
+    """Case 92 with kill -9: what a process has answered is on the page, whether the parent had looked since or not."""
+    flags = ("--workers", "2", "--synthetic-step-ms", "0", "--data-dir", str(tmp_path))
+    with running(*flags) as server:
+        answered = killed = 0
+        for victims in (1, 2, 1):
+            with ThreadPoolExecutor(6) as pool:
+                answers = list(pool.map(lambda n: ask(server, "w", n + 1, ignore_eos=True).status_code, range(24)))
+            answered += len(answers)
+            assert answers == [200] * 24
+            for victim in loops(server)[:victims]:
+                victim.kill()
+            killed += victims
+            eventually(partial(have_ended, server, killed), "their ends are known", STOP_TIMEOUT_S)
+            eventually(lambda: up(server) == 2, "new ones serve", STOP_TIMEOUT_S)
+            rows, page = records(tmp_path), numbers(server)
+            tokens = {name: sum(getattr(r, name) for r in rows) for name in ("prompt", "computed", "delivered")}
+            assert len(rows) == answered
+            assert {name: page[f'evap_tokens_total{{kind="{name}"}}'] for name in tokens} == tokens
+            assert page["evap_generated_tokens_total"] == tokens["computed"]
+            assert page["evap_started_prompt_tokens_total"] == tokens["prompt"]
+            assert page['evap_choices_total{reason="length"}'] == page['evap_exchanges_total{end="length"}'] == answered
+            for name in ("evap_request_duration", "evap_time_to_first_token", "evap_request_decode"):
+                assert page[f"{name}_seconds_count"] == answered
+            assert page["evap_ledger_records_total"] == answered
+
+
+def have_ended(server: Server, many: int) -> bool:
+    return server.log.count("starts again") == many
+
+
+def up(server: Server) -> float:
+    """Loop processes that serve; 0 while nobody says so."""
+    try:
+        return numbers(server).get("evap_loop_processes", 0)
+    except httpx.HTTPError:
+        return 0
+
+
 def test_a_stopped_process_holds_up_no_scrape(start_server: StartServer) -> None:
     server = start_server("--workers", "2", "--synthetic-step-ms", "0")
     assert [ask(server, "w", 3).status_code for _ in range(8)] == [200] * 8
@@ -195,6 +236,18 @@ def test_the_tree_listens_on_its_port_only_and_random_bytes_hurt_nobody(many: tu
         found = [client.get("http://localhost/health").status_code for _ in range(4)]
     assert found == [200] * 4
     assert len(loops(server)) == 3
+
+
+def test_the_page_says_what_the_system_says_of_each_process(many: tuple[Server, Path]) -> None:
+    server, _ = many
+    for _ in range(4):  # whichever process is asked
+        text = httpx.get(server.url + "/metrics", timeout=STOP_TIMEOUT_S, trust_env=False).text
+        found = re.findall(r'^process_resident_memory_bytes\{process="(\w+)"\} (\S+)$', text, re.M)
+        assert sorted(name for name, _ in found) == ["0", "1", "2", "parent"]
+        assert all(float(size) > 1 << 20 for _, size in found)
+        assert len(re.findall(r"^process_open_fds\b", text, re.M)) == 4
+        assert len(re.findall(r'^python_gc_collections_total\{generation="\d"\} ', text, re.M)) == 3
+        assert text.count("\npython_info{") == 1
 
 
 def test_a_taken_port_is_said_once() -> None:

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from evap import between, questions
-from evap.metrics import Snapshot, read_snapshot
 from evap.questions import Questions
 from evap.siblings import ALL
+from evap.snapshot import Snapshot, read_snapshot
 from tests.support import TIME_FACTOR
 
 
@@ -32,14 +32,14 @@ class FakeChild:
 def snapshot(count: float, gauge: float = 0.0) -> Snapshot:
     return Snapshot(
         {"evap_tokens": {"prompt": count}, "evap_connections": {"": gauge}}, {},
-        {"evap_connections": ("gauge", "Open connections")},
+        {"evap_connections": ("gauge", "Open connections", "")},
     )  # fmt: skip
 
 
 class Parent:
     def __init__(self, count: int = 3) -> None:
         self.children = {n: FakeChild(n) for n in range(count)}
-        self.questions = Questions(self.children, lambda: Snapshot({}, {}, {}))  # type: ignore[arg-type]
+        self.questions = Questions(self.children, lambda page: Snapshot({}, {}, {}))  # type: ignore[arg-type]
         self.said: list[bytes] = []
         self.heard_twice = asyncio.Event()
 
@@ -95,7 +95,7 @@ def test_what_a_dead_process_counted_stays_and_its_gauges_do_not() -> None:
         for n in range(3):
             it.answer(n, snapshot(10.0**n, gauge=1.0))
         dead = it.children.pop(2)
-        it.questions.gone(dead, Snapshot({"evap_tokens": {"prompt": 0.5}}, {}, {}))  # type: ignore[arg-type]
+        it.questions.gone(dead, Snapshot({}, {}, {}), Snapshot({"evap_tokens": {"prompt": 0.5}}, {}, {}))  # type: ignore[arg-type]
         it.ask("metrics")
         it.answer(1, snapshot(20.0, gauge=1.0))
         total = read_snapshot(it.said[-1])
@@ -110,7 +110,7 @@ def test_one_that_dies_is_not_waited_for() -> None:
     def test(it: Parent) -> None:
         it.ask("usage")
         it.answer(1, b"")
-        it.questions.gone(it.children.pop(2), Snapshot({}, {}, {}))  # type: ignore[arg-type]
+        it.questions.gone(it.children.pop(2), Snapshot({}, {}, {}), Snapshot({}, {}, {}))  # type: ignore[arg-type]
         assert it.said == [b""]
 
     run(test)
@@ -140,7 +140,7 @@ def test_one_may_be_asked_and_is_not_waited_for_when_it_is_not_there() -> None:
         it.answer(2, b"piece")
         it.ask("block", of=7)
         it.ask("block", of=2)
-        it.questions.gone(it.children.pop(2), Snapshot({}, {}, {}))  # type: ignore[arg-type]
+        it.questions.gone(it.children.pop(2), Snapshot({}, {}, {}), Snapshot({}, {}, {}))  # type: ignore[arg-type]
         assert it.said == [b"piece", b"", b""]
 
     run(test)

@@ -152,6 +152,11 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
         db.close()
 
 
+def last(db: sqlite3.Connection) -> int:
+    """The number of the newest record; 0: there is none."""
+    return int(db.execute("SELECT COALESCE(MAX(seq), 0) FROM exchanges").fetchone()[0])
+
+
 def node(db: sqlite3.Connection) -> str:
     """What tells this ledger from all others."""
     return str(db.execute("SELECT value FROM meta WHERE name = 'node'").fetchone()[0])

@@ -282,7 +282,7 @@ class Http1Core:
         try:
             request = self._reader.next(self._now_ns)
         except Refused as refused:
-            self._shared.violations += isinstance(refused.error, ClientError)
+            self._shared.counts["violations"] += isinstance(refused.error, ClientError)
             self._fault(refused.error)
             return
         if request is not None:

@@ -34,6 +34,8 @@ LIMITS: Final = (
 TOO_MANY_BODIES: Final = "too_many_body_bytes"
 TOO_MANY_HEADERS: Final = "too_many_header_bytes"
 TOO_MANY_CHUNKS: Final = "too_many_tiny_chunks"
+#: Connections closed for a protocol violation, promises made, and those that the client reset.
+COUNTS: Final = ("violations", "pushed", "push_refused")
 ERROR_LIMITS: Final = {
     "headers_too_large": "header_list", "body_too_large": "body_size", "request_timeout": "body_timeout",
     TOO_MANY_BODIES: "body_bytes", TOO_MANY_HEADERS: "header_bytes",
@@ -153,13 +155,11 @@ class Shared:
     #: Wall clock minus the clock of `now_ns`; the shell refreshes it, so that `date` follows the wall clock.
     wall_offset_ns: int = 0
     dates: DateCache = field(default_factory=DateCache)
-    #: Counters for /metrics: requests taken, streams refused, connections closed for a protocol violation, promises
-    #: made and those that the client reset.
+    #: Requests taken, and streams refused.
     requests: int = 0
     refused: int = 0
-    violations: int = 0
-    pushed: int = 0
-    push_refused: int = 0
+    #: For /metrics, see COUNTS.
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     #: Open HTTP/2 streams, and octets of request heads: of open streams, and of those that are not complete.
     streams: int = 0
     header_bytes: int = 0
@@ -173,7 +173,7 @@ class Shared:
 
     def violation(self, limit: str) -> None:
         """A connection ends because its peer broke the protocol, or overran a limit."""
-        self.violations += 1
+        self.counts["violations"] += 1
         if limit:
             self.hit(limit)
 

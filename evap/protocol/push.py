@@ -139,7 +139,7 @@ class Pushes:
         core.streams[stream.stream_id] = stream
         self.table.promised(stream.stream_id, parent.stream_id)
         self.busy = True
-        core.shared.pushed += 1
+        core.shared.counts["pushed"] += 1
         core.shared.streams += 1
         if keep is not None:
             self._kept[stream.stream_id] = keep
@@ -152,7 +152,7 @@ class Pushes:
         core = self._core
         if isinstance(stream, PushedStream):
             if event is Input.RESET:
-                core.shared.push_refused += 1
+                core.shared.counts["push_refused"] += 1
                 self.table.refused(stream.stream_id)
         elif event is not Input.GONE:
             for sid in self.table.children(stream.stream_id):

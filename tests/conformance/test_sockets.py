@@ -73,7 +73,7 @@ def test_floods_get_goaway_and_then_the_end(loop: str, flood: bytes, error: int)
             wire.send(f.hello(), flood)
             assert goaway(await wire.rest()) == error
             await wire.close()
-            assert hub.shared.violations == 1
+            assert hub.shared.counts["violations"] == 1
 
     run(loop, test)
 

@@ -99,7 +99,7 @@ def test_malformed_requests_get_400_and_the_end(data: bytes) -> None:
     assert wire.receive(data + GET) == []
     assert status_of(wire) == (400, "bad_request")
     assert wire.receive(GET) == []
-    assert wire.shared.violations == 1
+    assert wire.shared.counts["violations"] == 1
     assert wire.core.closing
     assert not wire.core.aborting
 

@@ -135,7 +135,7 @@ def test_after_a_violation_everything_is_cancelled_and_nothing_is_read(bad: byte
     assert raw.cancelled() == ["protocol_error"]
     assert raw.core.streams == {}
     assert raw.shared.body_bytes == 0
-    assert raw.shared.violations == 1
+    assert raw.shared.counts["violations"] == 1
     assert raw.send(f.get(11)) == []
 
 

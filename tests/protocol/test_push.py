@@ -145,7 +145,7 @@ def test_a_promise_on_the_wire() -> None:
     assert raw.body(1) == b"a namemore"
     assert raw.body(2) == b"body"
     assert not raw.core.pushes.table.open
-    assert raw.shared.pushed == 1
+    assert raw.shared.counts["pushed"] == 1
 
 
 def test_the_table_size_update_stands_before_a_promise_too() -> None:
