@@ -73,22 +73,21 @@ class Steps:
         self._raw_count = 0
         self._to_rows: dict[ChoiceRun, None] = {}
         self._ended: dict[Exchange, None] = {}
-        self._fields: npt.NDArray[np.void] = np.zeros(0, "V1")
         self._fast: BoolArray = np.zeros(0, np.bool_)
-        self._ids: npt.NDArray[np.void] = np.zeros(0, "V4")
-        self.width = text.fragments.width if text.fragments is not None else 0
+        #: what rows are made of: texts, and ids as octets
+        self._tables: tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
         self.grow(text.vocab_size)
 
     def grow(self, vocab_size: int) -> None:
         """Engines pad their vocabulary; ids beyond the tokenizer's are never fast, and never out of a table."""
         size = max(vocab_size, self._text.vocab_size)
         fragments = self._text.fragments
-        self._fields = np.zeros(size, f"V{max(self.width, 1)}")
+        fields = np.zeros(size, f"V{fragments.width if fragments is not None else 1}")
         self._fast = np.zeros(size, np.bool_)
         if fragments is not None:
-            self._fields[: len(fragments.text)] = fragments.text
+            fields[: len(fragments.text)] = fragments.text
             self._fast[: len(fragments.fast)] = fragments.fast
-        self._ids = np.arange(size, dtype="<u4").view("V4")
+        self._tables = fields, np.arange(size, dtype="<u4").view("V4")
 
     # Choices come and go
 
@@ -227,8 +226,8 @@ class Steps:
                     self._table.lag[choice.slot] = 0  # a stream that may be on rows has nothing left to send
 
     def _join(self, choice: ChoiceRun, row: tuple[bytes, bytes]) -> bool:
-        width = 4 if self._raw[choice.slot] else self.width
-        return self.rows.join(choice.slot, choice.outlet.reply, *row, width)
+        table = int(self._raw[choice.slot])
+        return self.rows.join(choice.slot, choice.outlet.reply, *row, self._tables[table].itemsize, table)
 
     def _count(self, batch: TokenBatch) -> None:
         """Records with a token each: how many, when, and which exchanges have their first."""
@@ -247,14 +246,10 @@ class Steps:
 
     def _plain(self, slots: Any, tokens: Any) -> None:
         """Records that are a token and nothing else."""
-        if not self._raw_count:
-            written = self.rows.push(slots, tokens, self._fields, self._fast[tokens])
-        else:
-            raw = self._raw[slots]
-            written = np.zeros(len(slots), np.bool_)
-            written[raw] = self.rows.push(slots[raw], tokens[raw], self._ids, np.ones(int(raw.sum()), np.bool_))
-            text = ~raw
-            written[text] = self.rows.push(slots[text], tokens[text], self._fields, self._fast[tokens[text]])
+        ok = self._fast[tokens]
+        if self._raw_count:
+            ok |= self._raw[slots]  # a token's id needs no text
+        written = self.rows.push(slots, tokens, self._tables, ok)
         if not written.all():
             slow = ~written
             self._slow(slots[slow].tolist(), tokens[slow].tolist())

@@ -65,6 +65,33 @@ def test_several_tokens_of_a_stream_in_one_batch_keep_their_order() -> None:
     assert house.steps.rows.delivered(slot) == len(word)
 
 
+def test_streams_of_ids_beside_streams_of_text_keep_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept: application/vnd.evap.tokens. A plan is made when a slot joins or leaves, not for each step."""
+    house = Quiet()
+    ids = {"accept": "application/vnd.evap.tokens"}
+    opened = [house.open(headers=ids if n % 3 == 1 else {}) for n in range(6)]
+    made: list[int] = []
+    make = house.steps.rows._make
+
+    def counted(slots: Any) -> Any:
+        made.append(len(slots))
+        return make(slots)
+
+    monkeypatch.setattr(house.steps.rows, "_make", counted)
+    for step in range(20):
+        house.batch(*((slot, generation, A + n, step, 0) for n, (_, slot, generation) in enumerate(opened)))
+    assert made == [6], "one plan, for all of them"
+    house.batch(*((slot, generation, B, 20, 0) for _, slot, generation in opened[1:]))
+    assert len(made) == 2, "another batch is another plan"
+    for n, (reply, slot, _) in enumerate(opened):
+        tokens = [A + n] * 20 + [B] * bool(n)
+        if n % 3 == 1:
+            assert reply.body == np.array(tokens, "<u4").tobytes()
+        else:
+            assert reply.text() == bytes(tokens).decode()
+        assert house.steps.rows.delivered(slot) == len(tokens)
+
+
 def test_the_end_token_counts_and_is_not_text() -> None:
     house = Quiet()
     reply, slot, generation = house.open()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,17 +13,21 @@ from evap.protocol.events import RowCore
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int32]
+#: the text field of each token, by table: V{text width}, shape (vocabulary,)
+Tables: TypeAlias = Sequence[npt.NDArray[np.void]]
 
 
 class Format:
     """Rows of one shape: all have the same header, prefix, text and tail widths. Memory: max_slots x width.
 
-    charge: bytes that flow control counts (RFC 9113 5.2: the payload of DATA, not the frame header).
+    charge: bytes that flow control counts (RFC 9113 5.2: the payload of DATA, not the frame header). table: number of
+    the table that the text field is taken from.
     """
 
-    __slots__ = ("charge", "dtype", "rows", "width")
+    __slots__ = ("charge", "dtype", "rows", "table", "width")
 
-    def __init__(self, max_slots: int, head: int, prefix: int, text: int, tail: int) -> None:
+    def __init__(self, max_slots: int, head: int, prefix: int, text: int, tail: int, table: int) -> None:
+        self.table = table
         self.dtype = np.dtype([("head", f"V{head + prefix}"), ("text", f"V{text}"), ("tail", f"V{tail}")])
         self.width = self.dtype.itemsize
         self.charge = self.width - head
@@ -92,13 +98,13 @@ class Plan:
         """Whether these are the slots of the batch. An array that nobody can write to is known by itself."""
         return slots is self._given or bool(np.array_equal(self.batch, slots))
 
-    def run(self, tokens: IntArray, table: npt.NDArray[np.void]) -> BoolArray | None:
+    def run(self, tokens: IntArray, tables: Tables) -> BoolArray | None:
         """Give each connection its rows. True, in the batch's order, where a connection refused; None: nowhere."""
-        fields = table.take(tokens.take(self.order))
+        ordered = tokens.take(self.order)
         refused: BoolArray | None = None
         short = {id(core) for core, charge in self.split if core.connection_window < charge} if self.split else None
         for part in self.parts:
-            part.text[:] = fields if len(self.parts) == 1 else fields[part.start : part.end]
+            part.text[:] = tables[part.form.table].take(ordered[part.start : part.end])
             view, width = part.view, part.form.width
             for core, start, end, frames, charge in part.groups:
                 if not (short and id(core) in short) and core.take_rows(bytes(view[start:end]), frames, charge):

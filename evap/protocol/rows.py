@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evap.protocol.events import Reply, RowCore
-from evap.protocol.rowplan import Format, Part, Plan
+from evap.protocol.rowplan import Format, Part, Plan, Tables
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int32]
@@ -70,17 +70,17 @@ class RowTable:
         self._charges: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._mark: BoolArray = np.zeros(max_slots, np.bool_)
         self._formats: list[Format] = []
-        self._format_numbers: dict[tuple[int, int, int, int], int] = {}
+        self._format_numbers: dict[tuple[int, int, int, int, int], int] = {}
         self._lanes: list[_Lane | None] = []
         self._free_lanes: list[int] = []
         self._lane_of: dict[int, int] = {}  # id(core) -> lane number
 
     # Joining and leaving
 
-    def join(self, slot: int, reply: Reply, prefix: bytes, tail: bytes, text_width: int) -> bool:
+    def join(self, slot: int, reply: Reply, prefix: bytes, tail: bytes, text_width: int, table: int = 0) -> bool:
         """Put a slot on rows. False (and nothing happens) if its stream cannot take any now: see RowCore.acquire.
 
-        The slot must not be on rows.
+        The slot must not be on rows. table: number of the table that its text comes from, whose fields are that wide.
         """
         core: RowCore = reply.core
         stream_id = reply.stream_id
@@ -103,7 +103,7 @@ class RowTable:
             lane.cells[stream_id] = slot
             self.cell[slot] = slot
             self.window[slot] = window
-        self.form[slot] = self._fill(slot, reply.version, stream_id, prefix, tail, text_width)
+        self.form[slot] = self._fill(slot, reply, (prefix, tail), text_width, table)
         self.stream[slot] = stream_id
         self.lane[slot] = number
         return True
@@ -191,16 +191,16 @@ class RowTable:
 
     # The step
 
-    def push(self, slots: IntArray, tokens: IntArray, table: npt.NDArray[np.void], ok: BoolArray) -> BoolArray:
+    def push(self, slots: IntArray, tokens: IntArray, tables: Tables, ok: BoolArray) -> BoolArray:
         """Write one row per record, in order. slots, tokens and ok have the batch's length.
 
-        table: V{text width}, shape (vocabulary,): the text field of each token. ok: records that may be rows at all
-        (their token is fast); it is changed in place. Returns `ok`: True where the row was given to its connection;
-        the caller sends the others its own way, after which their slots are no longer on rows.
+        tables: by number, see `join`. ok: records that may be rows at all (their token is fast). Returns `ok`, which is
+        changed in place: True where the row was given to its connection; the caller sends the others its own way,
+        after which their slots are no longer on rows.
         """
         plan = self._plan
         if plan is not None and plan.left > 0 and self._again(plan, slots, ok):
-            refused = plan.run(tokens if plan.at is None else tokens[plan.at], table)
+            refused = plan.run(tokens if plan.at is None else tokens[plan.at], tables)
             if refused is None:
                 plan.left -= 1
                 plan.steps += 1
@@ -208,7 +208,7 @@ class RowTable:
             self._apply()
             return self._took(plan, refused, ok)
         self._apply()
-        return self._push(slots, tokens, table, ok)
+        return self._push(slots, tokens, tables, ok)
 
     def _again(self, plan: Plan, slots: IntArray, ok: BoolArray) -> bool:
         """The batch's slots on rows are the plan's (others may come and go), and no record of theirs is slow."""
@@ -225,7 +225,7 @@ class RowTable:
         ok[plan.at] = True
         return True
 
-    def _push(self, slots: IntArray, tokens: IntArray, table: npt.NDArray[np.void], ok: BoolArray) -> BoolArray:
+    def _push(self, slots: IntArray, tokens: IntArray, tables: Tables, ok: BoolArray) -> BoolArray:
         """Any batch: some slots may be off rows, some tokens slow, some windows too small."""
         on = self.lane[slots] != OFF
         ok &= on
@@ -239,7 +239,7 @@ class RowTable:
             return ok
         every = bool(ok.all())
         plan = self._make(slots if every else slots[ok])
-        refused = plan.run(tokens if every else tokens[ok], table)
+        refused = plan.run(tokens if every else tokens[ok], tables)
         if refused is None and np.array_equal(ok, on):
             if not every:
                 plan.meet(slots, np.flatnonzero(ok))
@@ -308,13 +308,14 @@ class RowTable:
 
     # Formats and lanes
 
-    def _fill(self, slot: int, version: str, stream_id: int, prefix: bytes, tail: bytes, text_width: int) -> int:
+    def _fill(self, slot: int, reply: Reply, around: tuple[bytes, bytes], text_width: int, table: int) -> int:
+        prefix, tail = around
         payload = len(prefix) + text_width + len(tail)
-        if version == "2":
-            head = _H2_HEAD.pack(payload >> 8, payload & 255, 0, 0, stream_id)
+        if reply.version == "2":
+            head = _H2_HEAD.pack(payload >> 8, payload & 255, 0, 0, reply.stream_id)
         else:
             head, tail = b"%x\r\n" % payload, tail + b"\r\n"
-        key = (len(head), len(prefix), text_width, len(tail))
+        key = (len(head), len(prefix), text_width, len(tail), table)
         number = self._format_numbers.get(key)
         if number is None:
             number = self._new_format(key)
@@ -323,7 +324,7 @@ class RowTable:
         row["tail"][slot] = np.void(tail)
         return number
 
-    def _new_format(self, key: tuple[int, int, int, int]) -> int:
+    def _new_format(self, key: tuple[int, int, int, int, int]) -> int:
         if len(self._formats) == 256:
             raise RuntimeError("more than 256 row formats")
         self._formats.append(Format(self.max_slots, *key))

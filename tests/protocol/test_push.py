@@ -224,7 +224,7 @@ def test_rows_leave_the_reserve_too() -> None:
 
     def step(*slots: int) -> bool:
         here, ok = np.array(slots, np.int32), np.ones(len(slots), np.bool_)
-        return bool(rows.push(here, np.zeros(len(slots), np.int32), table, ok).all())
+        return bool(rows.push(here, np.zeros(len(slots), np.int32), (table,), ok).all())
 
     assert step(0)
     assert not step(0)
@@ -264,7 +264,7 @@ def test_what_is_kept_is_what_was_sent_rows_included(monkeypatch: pytest.MonkeyP
 
     def step(token: int) -> None:
         slots, ok = np.arange(3, dtype=np.int32), np.ones(3, np.bool_)
-        assert rows.push(slots, np.full(3, token, np.int32), table, ok).all()
+        assert rows.push(slots, np.full(3, token, np.int32), (table,), ok).all()
 
     for token in range(20):
         if token % 7 == 3:

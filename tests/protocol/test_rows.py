@@ -41,7 +41,7 @@ def push(table: RowTable, records: list[tuple[int, int]], ok: list[bool] | None 
     slots = np.array([s for s, _ in records], np.int32)
     tokens = np.array([t for _, t in records], np.int32)
     fast = np.array(ok if ok is not None else [True] * len(records), np.bool_)
-    return [bool(x) for x in table.push(slots, tokens, FIELDS, fast)]
+    return [bool(x) for x in table.push(slots, tokens, (FIELDS,), fast)]
 
 
 def test_one_step_is_one_append_per_connection() -> None:
