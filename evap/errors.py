@@ -25,6 +25,7 @@ EvapError
         DeadlineExceeded
         InternalError
     StartupError            the server cannot start: one line and a remedy, exit code 2
+        OutdatedError       a process was started again from other code than the server's
 """
 
 from __future__ import annotations
@@ -179,3 +180,16 @@ class StartupError(EvapError):
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)
         self.remedy = remedy
+
+
+#: What an engine's process says when its code is newer, or older, than that of the server which has started it.
+OUTDATED: Final = "evap was replaced on disk while the server ran"
+RESTART: Final = "restart the server"
+
+
+class OutdatedError(StartupError):
+    """A process that was started again has other code than the server, and they do not understand each other: trying
+    again does not help. what: they disagree about."""
+
+    def __init__(self, what: object) -> None:
+        super().__init__(f"{OUTDATED} ({what})", remedy=RESTART)

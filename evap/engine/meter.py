@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from evap.errors import OutdatedError
+
 logger = logging.getLogger("evap.engine.meter")
 #: page: path of the page's file; module, build_module, device_module: who writes it
 Spec: TypeAlias = dict[str, str]
@@ -37,9 +39,17 @@ def open_writer(spec: Spec, device: str, now_ns: Callable[[], int], *, tensors: 
     """Kernels on a GPU, their host build elsewhere, numpy without a compiler.
 
     tensors: tokens will come as the device's own tensors; then nobody but the kernels can count them, and where those
-    cannot run (no CuPy, a driver that does not map the page) the result is None.
+    cannot run (no CuPy, a driver that does not map the page) the result is None. Raises OutdatedError for a page that
+    another version has made.
     """
     page = map_file(spec["page"])
+    try:
+        return _open(spec, page, device, now_ns, tensors=tensors)
+    except ValueError as error:
+        raise OutdatedError(error) from error
+
+
+def _open(spec: Spec, page: mmap.mmap, device: str, now_ns: Callable[[], int], *, tensors: bool) -> Any | None:
     if device == "cuda":
         reader = importlib.import_module(spec["device_module"])
         reason = reader.unavailable()

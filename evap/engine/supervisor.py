@@ -86,7 +86,8 @@ class Worker(Channel):
 
 
 class TorchReplica(RingReplica):
-    """The embedded engine as a Replica: restarts its process with back-off; running slots end in Finish.ERROR then."""
+    """The embedded engine as a Replica: restarts its process with back-off; running slots end in Finish.ERROR then.
+    One whose code is not the server's any more (an upgrade in place) stays FAILED, and says so."""
 
     def __init__(
         self, config: EngineConfig, model_path: Path, *, module: str = "evap.engine.torch.worker",
@@ -143,7 +144,8 @@ class TorchReplica(RingReplica):
         self._worker = self._channel = Worker(
             self._module, self.capacity, on_ring=self._rang, on_bytes=self._received, on_exit=self._exited
         )
-        boot = wire.Boot(self._config, str(self._model_path), self.capacity, next(iter(self.meters), None))
+        meter = next(iter(self.meters), None)
+        boot = wire.Boot(self._config, str(self._model_path), self.capacity, meter, wire.CONTRACT)
         self._worker.send(wire.frame(boot))
 
     def _told(self, message: wire.FromWorker) -> None:
@@ -177,6 +179,9 @@ class TorchReplica(RingReplica):
         if self._started is not None and not self._started.done():
             self._settle(ReplicaState.FAILED, reason)
             self._fail_start(StartupError(reason, remedy=self._fatal.remedy if self._fatal else ""))
+            return
+        if self._fatal is not None and self._fatal.outdated:
+            self._settle(ReplicaState.FAILED, f"{reason}: {self._fatal.remedy}")
             return
         loop = asyncio.get_running_loop()
         if was is ReplicaState.READY and loop.time() - self._ready_at >= STEADY_S:

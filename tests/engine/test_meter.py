@@ -12,7 +12,8 @@ import pytest
 
 from evap.engine import meter as meter_module
 from evap.engine.meter import StepMeter, open_writer
-from evap.metering import build
+from evap.errors import OutdatedError
+from evap.metering import build, layout
 from evap.metering.counters import Counters
 from evap.metering.writer import CompiledMeter, NumpyMeter
 
@@ -34,6 +35,19 @@ def test_a_step_is_counted(pages: Counters) -> None:
     rows = [pages.row(3, 7), pages.row(4, 1)]
     assert [(r.prompt, r.cached, r.computed, r.steps) for r in rows if r] == [(20, 16, 2, 2), (30, 0, 1, 2)]
     assert pages.progress == 2
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_a_page_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: bool) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(layout, "PAGE_VERSION", layout.PAGE_VERSION + 1)
+        it = Counters(8, 1, tmp_path, ahead=False, now_ns=0, unix_ns=0)
+    if not compiler:
+        monkeypatch.setattr(build, "host_library", lambda: 1 / 0)
+        monkeypatch.setattr(build, "BuildError", ZeroDivisionError)
+    with pytest.raises(OutdatedError, match=f"version {layout.PAGE_VERSION + 1}"):
+        open_writer(it.specs[0], "cpu", lambda: 0)
+    it.close()
 
 
 def test_without_a_page_nothing_happens() -> None:

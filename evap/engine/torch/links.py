@@ -18,6 +18,7 @@ import numpy as np
 
 from evap.engine.torch import wire
 from evap.engine.torch.records import Records
+from evap.errors import OutdatedError
 from evap.ring import RingWriter, ring_bytes
 
 _READ_BYTES: Final = 1 << 20
@@ -60,14 +61,23 @@ class Link:
         return self._sock.fileno()
 
     def open_ring(self, capacity: int) -> RingWriter:
-        self.ring = RingWriter(mmap.mmap(self._memory, ring_bytes(capacity)), capacity)
+        """Raises OutdatedError for a ring that another version has made."""
+        try:
+            self.ring = RingWriter(mmap.mmap(self._memory, ring_bytes(capacity)), capacity)
+        except ValueError as error:
+            raise OutdatedError(error) from error
         return self.ring
 
     def boot(self) -> wire.Boot:
-        """The first message."""
-        first, *self._early = self.receive(wait=True)
+        """The first message. Raises OutdatedError when it is of another version's server."""
+        try:
+            first, *self._early = self.receive(wait=True)
+        except msgspec.DecodeError as error:
+            raise OutdatedError(error) from error
         if not isinstance(first, wire.Boot):
             raise EOFError
+        if first.contract not in ("", wire.CONTRACT):
+            raise OutdatedError("the messages between them")
         return first
 
     def receive(self, *, wait: bool) -> list[wire.ToWorker]:

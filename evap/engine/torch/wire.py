@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator
+from hashlib import blake2s
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ class Boot(msgspec.Struct, frozen=True, tag="boot", array_like=True):
     model_path: str
     ring_capacity: int
     meter: dict[str, str] | None = None  # see evap.engine.meter
+    contract: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
@@ -77,14 +79,22 @@ class LogprobBatch(msgspec.Struct, frozen=True, tag="logprobs", array_like=True)
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal", array_like=True):
-    """The process ends after this. `remedy` is set when a person can do something about it (a StartupError)."""
+    """The process ends after this. `remedy` is set when a person can do something about it (a StartupError).
+    outdated: the next process would say the same."""
 
     message: str
     remedy: str = ""
+    outdated: bool = False
 
 
 ToWorker = Boot | Submit | Cancel | Attach | Stop
 FromWorker = Progress | Ready | LogprobBatch | Fatal
+
+#: What both ends must agree on: the places of fields. (The ring and the counters page have versions of their own.)
+CONTRACT: Final = blake2s(
+    repr([(t.__name__, t.__struct_fields__) for t in (Boot, Submit, Cancel, Attach, Stop, Progress, Ready, LogprobEntry,
+                                                      LogprobBatch, Fatal)]).encode(), digest_size=8,
+).hexdigest()  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from evap.engine.meter import SharedMeter, Spec, StepMeter
 from evap.engine.torch import wire
 from evap.engine.torch.links import FULL_RING_S, SLOT_MASK, Link, Links, Patience, give_up, publish_all
 from evap.engine.torch.records import Records
-from evap.errors import StartupError
+from evap.errors import OutdatedError, StartupError
 from evap.messages import EngineInfo, GenerateRequest
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -92,8 +92,8 @@ def build(boot: wire.Boot, progress: Callable[[str], None]) -> Core:
 def serve(link: Link, build: Build) -> None:
     """Boot from the first message, then run until Stop or the end of the socket (EOFError)."""
     boot = link.boot()
-    engine = build(boot, lambda line: link.send(wire.Progress(line)))
     link.open_ring(boot.ring_capacity)
+    engine = build(boot, lambda line: link.send(wire.Progress(line)))
     link.send(wire.Ready(engine.info))
     with contextlib.closing(Links(link)) as links:
         run(engine, links)
@@ -170,7 +170,7 @@ def _serve(link: Link, build: Build) -> int:
         remedy = error.remedy if isinstance(error, StartupError) else ""
         message = str(error) if startup else f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
-            link.send(wire.Fatal(message[:1000], remedy))
+            link.send(wire.Fatal(message[:1000], remedy, isinstance(error, OutdatedError)))
         return 1
     return 0
 

@@ -26,7 +26,7 @@ from evap.engine.vllm.progress import progress_of, root_cause
 from evap.engine.vllm.runs import Runs
 from evap.engine.vllm.shared import RING_RECORDS, Shared, parse_lines
 from evap.engine.vllm.turn import Turn
-from evap.errors import EvapError, StartupError
+from evap.errors import OUTDATED, RESTART, EvapError, StartupError
 from evap.messages import EngineInfo, GenerateRequest, ReplicaState, SamplingParams, TokenBatch
 from evap.ring import RingReader
 
@@ -215,7 +215,7 @@ class VllmReplica:
             self._revival = self._loop.create_task(self._revive())
 
     async def _revive(self) -> None:
-        """Start again, with growing pauses, until it works or `stop` ends it."""
+        """Start again, with growing pauses, until it works, it never can, or `stop` ends it."""
         while self._state is ReplicaState.FAILED:
             await self._close()
             pause = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self._failures, 10))
@@ -226,6 +226,9 @@ class VllmReplica:
                 await self._boot()
             except StartupError as e:
                 self._failures += 1
+                if OUTDATED in e.message:
+                    self._set(ReplicaState.FAILED, f"{e.message}: {RESTART}")
+                    return
                 self._set(ReplicaState.FAILED, e.message)
 
     def _give(self, batch: TokenBatch | None) -> None:

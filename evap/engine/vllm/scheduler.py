@@ -20,6 +20,7 @@ from evap.engine.meter import map_file
 from evap.engine.vllm import ids
 from evap.engine.vllm.rows import ACCOUNT_KEY, FINISHES
 from evap.engine.vllm.shared import CONFIG_KEY, Bell, fingerprint
+from evap.errors import OutdatedError
 from evap.messages import META, NO_TOKEN, SILENT, Finish
 from evap.ring import RingWriter
 
@@ -41,7 +42,10 @@ class RingPath:
     """What happens to a step's outputs. Holds only requests that have had output and have not ended."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._writer = RingWriter(map_file(settings["ring"]), settings["capacity"])
+        try:
+            self._writer = RingWriter(map_file(settings["ring"]), settings["capacity"])
+        except ValueError as error:
+            raise OutdatedError(error) from error
         self._bell = Bell(settings["bell"])
         self._known: dict[str, _Known] = {}
         self._by_message: set[str] = set()  # requests whose tokens travel by message until they end

@@ -14,7 +14,7 @@ import pytest
 
 from evap.config import EngineConfig
 from evap.engine.vllm.replica import VllmReplica
-from evap.errors import StartupError
+from evap.errors import OUTDATED, StartupError
 from evap.messages import Finish, ReplicaState
 from tests.engine.vllm.live import NEEDS_VLLM, Live, ask, config, engine, prepare_environment
 
@@ -90,6 +90,24 @@ def test_a_death_ends_every_request_and_the_engine_comes_back(mortal: Live) -> N
     assert mortal.states[0][0] is ReplicaState.FAILED
     assert mortal.replica.restarts == 1
     assert len(mortal.generate(ask(n=5))[0].tokens) == 5
+
+
+def test_an_upgrade_in_place_ends_in_one_clear_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine core that starts again has other code than the server: it is not started for ever."""
+    with engine(tiny, token_path="scheduler") as live:  # a way for tokens
+        assert len(live.generate(ask(n=5))[0].tokens) == 5
+        monkeypatch.setattr("evap.ring.RING_VERSION", 99)  # what the server has in memory is not what is on disk
+        os.kill(live.replica.pids()[0], signal.SIGKILL)
+        ready = threading.Event()
+        for _ in range(1200):
+            if live.replica._revival is not None and live.replica._revival.done():
+                break
+            ready.wait(0.1)
+        state, line = live.states[-1]
+        assert state is ReplicaState.FAILED
+        assert OUTDATED in line
+        assert "token ring of version 99" in line
+        assert live.replica.restarts == 1
 
 
 def test_stop_ends_its_processes(mortal: Live) -> None:
