@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from evap.engine.interface import OnBatch, OnState
+from evap.engine.interface import OnBatch, OnState, known
 from evap.engine.meter import Spec
 from evap.engine.owed import SlotLedger
 from evap.engine.torch import wire
@@ -154,9 +154,7 @@ class RingReplica:
 
     @property
     def info(self) -> EngineInfo:
-        if self._info is None:
-            raise RuntimeError("the engine has not been ready yet")
-        return self._info
+        return known(self._info)
 
     @property
     def kv_usage(self) -> float:

@@ -150,6 +150,13 @@ class Text(Protocol):
     ) -> Detokenizer: ...
 
 
+def known(info: EngineInfo | None) -> EngineInfo:
+    """What a replica says of itself, once there is something to say. Raises RuntimeError before."""
+    if info is None:
+        raise RuntimeError("the engine has not been ready yet")
+    return info
+
+
 def check_request(info: EngineInfo, eos_ids: frozenset[int], sampling: SamplingParams, prompt: Prompt) -> None:
     """Refuse what could hurt an engine: ids out of range, an empty prompt. Raises InvalidRequest."""
     if not prompt.ids:

@@ -12,7 +12,7 @@ and generation; `recover` takes the higher of both, so that no token is lost tha
     byte 64     owner, computed, lag, cached, generation: int32 by slot; owner: the entry of the slot's exchange, or -1
     then        entries, ENTRY_BYTES each: u32 phase (FREE, OPEN, SETTLED), i32 the slot whose counts `base` has taken
                 over last, u32 base computed, emitted, delivered, cached, u32 flags, u16 length of the note; the note;
-                what `Settled` has, once it is
+                what is settled of it, once it is
 
 The page cache keeps the file when the process dies. One writer, the loop of one process; it is read when nobody writes.
 """
@@ -51,6 +51,7 @@ _OPEN: Final = 1
 _SETTLED: Final = 2
 _NOTHING: Final = (0, 0, 0, 0)
 _BY_SLOT: Final = 5  # arrays
+USED_UP: Final = "used up"
 _WHOLE: Final = 1  #: nothing is delivered before the end
 #: Heads of new entries, ready-made, by whether they are whole and the length of the note.
 _HEADS: Final = [
@@ -58,26 +59,10 @@ _HEADS: Final = [
 ]
 
 
-class Settled(NamedTuple):
-    """What is settled of an exchange, besides its note. kept: it has used its operation up."""
-
-    first_us: int
-    last_us: int
-    settled_us: int
-    cached: int
-    computed: int
-    emitted: int
-    delivered: int
-    billable: int
-    steps: int
-    status: int
-    kept: bool
-    end: str
-
-
 class Survivor(NamedTuple):
     """An exchange that was open, or not in the ledger yet (then `final` is there), when its process died.
 
+    final: its record without what the note says; of its operation only USED_UP, if it has used it up.
     first_us, last_us, steps: of its tokens, as the engine's page has them; 0 if there is none.
     """
 
@@ -89,7 +74,7 @@ class Survivor(NamedTuple):
     first_us: int = 0
     last_us: int = 0
     steps: int = 0
-    final: Settled | None = None
+    final: Record | None = None
 
 
 class OpenTable:
@@ -229,8 +214,7 @@ def recover(path: Path, find: FindRow = lambda slot, generation: None) -> list[S
             continue
         note = data[at + _NOTE_AT : at + _NOTE_AT + size]
         if phase != _OPEN:
-            *numbers, kept, end = _FINAL.unpack_from(data, at + _FINAL_AT)
-            final = Settled._make([*numbers, bool(kept), end.rstrip(b"\0").decode(errors="replace")])
+            final = _final(data, at + _FINAL_AT)
             found.append(Survivor(note, final.cached, final.computed, final.emitted, final.delivered, final=final))
             continue
         own = np.flatnonzero(owner == entry)
@@ -251,3 +235,13 @@ def recover(path: Path, find: FindRow = lambda slot, generation: None) -> list[S
             )
         )  # fmt: skip
     return found
+
+
+def _final(data: bytes, at: int) -> Record:
+    first_us, last_us, settled_us, cached, computed, emitted, delivered, billable, steps, status, used_up, end = (
+        _FINAL.unpack_from(data, at)
+    )
+    return Record(
+        "", "", USED_UP if used_up else "", "", 0, first_us, last_us, settled_us, 0, cached, computed, emitted,
+        delivered, billable, steps, 0, status, end.rstrip(b"\0").decode(errors="replace"),
+    )  # fmt: skip

@@ -41,19 +41,18 @@ def _record(survivor: opened.Survivor, policy: str, now_us: int) -> Record | Non
     except msgspec.DecodeError:  # killed within the microsecond in which its note was written: it had no token yet
         logger.warning("an exchange that was open cannot be read")
         return None
-    final = survivor.final
-    if final is None:
-        usage = Usage(
-            prompt=prompt, cached=survivor.cached, computed=survivor.computed, emitted=survivor.emitted,
-            delivered=survivor.delivered,
+    if (final := survivor.final) is not None:
+        return msgspec.structs.replace(
+            final, id=id, key=key, operation=operation if final.operation else "", model=model, opened_us=opened_us,
+            prompt=prompt, choices=choices,
         )  # fmt: skip
-        kept = used_up(operation, end=INTERRUPTED, delivered=usage.delivered, submitted=True)
-        final = opened.Settled(
-            survivor.first_us, survivor.last_us, now_us, usage.cached, usage.computed, usage.emitted, usage.delivered,
-            billable(policy, usage, INTERRUPTED), survivor.steps, 0, bool(kept), INTERRUPTED,
-        )  # fmt: skip
+    usage = Usage(
+        prompt=prompt, cached=survivor.cached, computed=survivor.computed, emitted=survivor.emitted,
+        delivered=survivor.delivered,
+    )  # fmt: skip
+    kept = used_up(operation, end=INTERRUPTED, delivered=usage.delivered, submitted=True)
     return Record(
-        id, key, operation if final.kept else "", model, opened_us, final.first_us, final.last_us, final.settled_us,
-        prompt, final.cached, final.computed, final.emitted, final.delivered, final.billable, final.steps, choices,
-        final.status, final.end,
+        id, key, kept, model, opened_us, survivor.first_us, survivor.last_us, now_us, prompt, usage.cached,
+        usage.computed, usage.emitted, usage.delivered, billable(policy, usage, INTERRUPTED), survivor.steps, choices,
+        0, INTERRUPTED,
     )  # fmt: skip

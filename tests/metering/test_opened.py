@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from evap.metering.opened import ENTRY_BYTES, MAX_NOTE_BYTES, OpenTable, Settled, Survivor, recover
+from evap.metering.opened import ENTRY_BYTES, MAX_NOTE_BYTES, USED_UP, OpenTable, Survivor, recover
+from evap.metering.record import Record
 from tests.metering.rows import record
 
 SLOTS = 6
@@ -97,7 +98,7 @@ class Life(RuleBasedStateMachine):
             expected.append(Survivor(note, cached, base[0] + computed, base[1] + computed, out))
         found = recover(self.path)
         assert sorted(s for s in found if s.final is None) == sorted(expected)
-        final = Settled(1, 2, 3, 4, 9, 8, 7, 6, 5, 200, True, "stop")
+        final = Record("", "", USED_UP, "", 0, 1, 2, 3, 0, 4, 9, 8, 7, 6, 5, 0, 200, "stop")
         assert [s.final for s in found if s.final is not None] == [final] * len(self.settled)
         assert self.table.crowded == (len(self.model) + len(self.settled) > 4)
 

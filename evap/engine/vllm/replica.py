@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from evap.config import EngineConfig
-from evap.engine.interface import OnBatch, OnState
+from evap.engine.interface import OnBatch, OnState, known
 from evap.engine.meter import Spec
 from evap.engine.vllm import boot
 from evap.engine.vllm.progress import progress_of, root_cause
@@ -84,9 +84,7 @@ class VllmReplica:
 
     @property
     def info(self) -> EngineInfo:
-        if self._info is None:
-            raise RuntimeError("the engine has not been ready yet")
-        return self._info
+        return known(self._info)
 
     @property
     def running(self) -> int:

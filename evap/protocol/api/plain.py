@@ -16,12 +16,12 @@ from evap.messages import Choice, LogprobText, Usage
 PLAIN_TYPE: Final = b"text/plain; charset=utf-8"
 
 
-class PlainRenderer:
-    """Raw text. Never takes rows: text without quotes has no filler that a client would not see."""
+class BareRenderer:
+    """Says nothing at all: what a form without frames around the content has in common."""
 
-    kind = "text"
-    stream_type = PLAIN_TYPE
-    whole_type = PLAIN_TYPE
+    kind = ""
+    stream_type = b""
+    whole_type = b""
     __slots__ = ("id",)
 
     def __init__(self, id: str) -> None:
@@ -36,7 +36,7 @@ class PlainRenderer:
     def delta(
         self, index: int, text: str, logprobs: Sequence[LogprobText] | None = None, usage: Usage | None = None
     ) -> bytes:
-        return text.encode()
+        return b""
 
     def tokens(self, ids: Sequence[int]) -> bytes:
         return b""
@@ -55,6 +55,23 @@ class PlainRenderer:
 
     def done(self) -> bytes:
         return b""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        return b""
+
+
+class PlainRenderer(BareRenderer):
+    """Raw text. Never takes rows: text without quotes has no filler that a client would not see."""
+
+    kind = "text"
+    stream_type = PLAIN_TYPE
+    whole_type = PLAIN_TYPE
+    __slots__ = ()
+
+    def delta(
+        self, index: int, text: str, logprobs: Sequence[LogprobText] | None = None, usage: Usage | None = None
+    ) -> bytes:
+        return text.encode()
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         return "".join(c.text for c in choices).encode()

@@ -10,52 +10,24 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from evap.errors import EvapError
-from evap.messages import Choice, LogprobText, Usage
+from evap.protocol.api.plain import BareRenderer
 
 TOKENS_TYPE: Final = b"application/vnd.evap.tokens"
 
 
-class TokensRenderer:
-    """Token ids. A row is its four bytes: prefix and tail are empty."""
+class TokensRenderer(BareRenderer):
+    """Token ids. A row is its four bytes: prefix and tail are empty.
+
+    `whole` is not reachable: `renderer_for` refuses tokens without a stream, for a Choice has no ids.
+    """
 
     kind = "tokens"
     stream_type = TOKENS_TYPE
     whole_type = TOKENS_TYPE
-    __slots__ = ("id",)
-
-    def __init__(self, id: str) -> None:
-        self.id = id
-
-    def prelude(self, index: int, usage: Usage | None = None) -> bytes:
-        return b""
+    __slots__ = ()
 
     def row(self, index: int) -> tuple[bytes, bytes] | None:
         return b"", b""
 
-    def delta(
-        self, index: int, text: str, logprobs: Sequence[LogprobText] | None = None, usage: Usage | None = None
-    ) -> bytes:
-        return b""
-
     def tokens(self, ids: Sequence[int]) -> bytes:
         return struct.pack(f"<{len(ids)}I", *ids)
-
-    def finish(
-        self, index: int, reason: str, stop_reason: str | int | None = None, usage: Usage | None = None
-    ) -> bytes:
-        return b""
-
-    def usage(self, usage: Usage) -> bytes:
-        return b""
-
-    def error(self, error: EvapError) -> bytes:
-        """Empty: the caller aborts the reply instead."""
-        return b""
-
-    def done(self) -> bytes:
-        return b""
-
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """Not reachable: `renderer_for` refuses tokens without a stream, for a Choice has no ids."""
-        return b""
