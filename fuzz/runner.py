@@ -1,18 +1,21 @@
 """Runs a target, `python -m fuzz.NAME --seconds 60`: with atheris (coverage-guided) where it is installed, else by
 mutating the corpus.
 
-A failing input is saved beside the corpus as `crash-...`; it belongs into the corpus once it is understood.
+A failing input is saved beside the corpus as `crash-...`; it belongs into the corpus once it is understood. It is also
+printed, such that a log suffices: `python -m fuzz.NAME --input BASE64` tries it again.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import gc
 import hashlib
 import random
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -26,7 +29,11 @@ def main(one_input: Target, name: str) -> None:
     parser = argparse.ArgumentParser(description=f"fuzz {name}")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None, help="of the mutations, without atheris")
+    parser.add_argument("--input", metavar="BASE64", help="only this one, as a failure prints it")
     options = parser.parse_args()
+    if options.input is not None:
+        one_input(base64.b64decode(options.input))
+        return
     try:
         import atheris  # noqa: PLC0415 - optional, and it takes over the process
     except ImportError:
@@ -37,7 +44,7 @@ def main(one_input: Target, name: str) -> None:
         limits = [f"-max_total_time={int(options.seconds)}", f"-artifact_prefix={directory}/"]
         for function in functions():
             atheris.instrument_func(function)
-        atheris.Setup([sys.argv[0], *limits, found, directory], one_input)
+        atheris.Setup([sys.argv[0], *limits, found, directory], telling(one_input, name))
         atheris.Fuzz()
 
 
@@ -47,9 +54,24 @@ def functions() -> list[FunctionType]:
     return [f for f in gc.get_objects() if isinstance(f, FunctionType) and str(f.__module__).startswith(GUIDES)]
 
 
+def telling(one_input: Target, name: str) -> Target:
+    """The same, which says all that there is to say about a failure: atheris prints no notes, and no cause."""
+
+    def one(data: bytes) -> None:
+        try:
+            one_input(data)
+        except BaseException:
+            text = base64.b64encode(data).decode()
+            sys.stderr.write(f"{traceback.format_exc()}\nagain: python -m fuzz.{name} --input '{text}'\n")
+            raise
+
+    return one
+
+
 def mutate(one_input: Target, name: str, seconds: float, chance: random.Random) -> None:
     seeds = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
     end, count = time.monotonic() + seconds, 0
+    one_input = telling(one_input, name)
     while time.monotonic() < end:
         data = mutated(seeds, chance)
         try:

@@ -76,8 +76,9 @@ class Machine(Pair):
     def pump_all(self) -> None:
         try:
             self.pump()
-        except h2.exceptions.ProtocolError:
-            assert self.raw, "what we sent was wrong"
+        except h2.exceptions.ProtocolError as error:
+            if not self.raw:
+                raise AssertionError(f"what we sent was wrong: {error!r}") from error
 
     def seen(self, event: Any) -> None:
         super().seen(event)
@@ -158,16 +159,19 @@ class Machine(Pair):
     def check(self) -> None:
         server = self.server
         held = sum(sum(map(len, stream.chunks)) for stream in server.streams.values())
-        assert server.shared.body_bytes == held
+        same(server.shared.body_bytes, held, "octets of bodies that are counted, and that are held")
         assert not self.log, self.log
         if self.raw:
             return
-        assert server.conn.outbound_flow_control_window == self.client.inbound_flow_control_window
+        ours, theirs = server.conn.outbound_flow_control_window, self.client.inbound_flow_control_window
+        same(ours, theirs, "the connection's window, here and at the client")
         alive = {sid for sid, stream in self.client.streams.items() if not stream.closed}
-        assert set(server.streams) <= alive | set(self.half), "a stream that the client has not"
+        more = set(server.streams) - alive - set(self.half)
+        assert not more, f"streams that the client has not: {more}"
         for sid in set(server.streams) & alive:
             if not server.streams[sid].on_rows:
-                assert server.stream_window(sid) == self.client.streams[sid].inbound_flow_control_window, sid
+                theirs = self.client.streams[sid].inbound_flow_control_window
+                same(server.stream_window(sid), theirs, f"the window of stream {sid}, here and at the client")
 
     def finish(self) -> None:
         """The client goes; nothing may be left, and each exchange is settled once."""
@@ -175,22 +179,35 @@ class Machine(Pair):
         for _ in range(60):
             self.loop.run(0.01)
         self.dispatch.steps.settle_ended()
-        assert not self.server.streams
-        assert not self.server.pushes.busy
-        assert self.server.shared.body_bytes == 0
+        assert not self.server.streams, f"streams are left over: {sorted(self.server.streams)}"
+        assert not self.server.pushes.busy, "promises are left over"
+        same(self.server.shared.body_bytes, 0, "octets of bodies that are held at the end")
         assert not self.dispatch.open, "an exchange is not settled"
         settled = [id(exchange) for exchange, _ in self.settled]
-        assert len(set(settled)) == len(settled) <= self.handed
+        same(len(set(settled)), len(settled), "exchanges, and how often they were settled")
+        assert len(settled) <= self.handed, f"{len(settled)} were settled, of {self.handed} that were handed over"
         assert self.dispatch.steps.slots.free == self.dispatch.steps.slots.size, "a slot is lost"
         for _, usage in self.settled:
-            assert 0 <= usage.delivered <= usage.emitted <= usage.computed
+            counts = (usage.delivered, usage.emitted, usage.computed)
+            assert 0 <= counts[0] <= counts[1] <= counts[2], f"delivered, emitted, computed: {counts}"
         assert not self.log, self.log
 
 
+def same(one: int, other: int, what: str) -> None:
+    """Its words stand in the failure also where no test runner rewrites assertions."""
+    assert one == other, f"{what}: {one} and {other}"
+
+
 def life(window: int, moves: list[tuple[Any, ...]]) -> Machine:
+    """A failure carries the call that repeats it."""
     machine = Machine(window)
-    machine.play(moves)
-    machine.finish()
+    try:
+        machine.play(moves)
+        machine.finish()
+    except BaseException as error:
+        plain = [tuple(int(part) if isinstance(part, SettingCodes) else part for part in move) for move in moves]
+        error.add_note(f"to see it again: tests.fuzz.machine.life({window}, {plain})")
+        raise
     return machine
 
 
