@@ -72,7 +72,11 @@ def cpu_ns(pid: int) -> int:
 
 
 class Process:
-    """A server under test, on its own core. `log`: where its output goes."""
+    """A server under test, on its own core. `log`: where its output goes.
+
+    It stays in our session. Linux shares cores among sessions first (autogroup), and one whose threads spin with
+    sched_yield, as vLLM's workers do, can keep the others from running for seconds: the clients, say.
+    """
 
     def __init__(
         self, command: Sequence[str], *, core: int | None = SERVER_CORE, env: dict[str, str] | None = None
@@ -84,7 +88,7 @@ class Process:
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [*pin, *command], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env={**os.environ, **(env or {})}, cwd=ROOT, start_new_session=True,
+                env={**os.environ, **(env or {})}, cwd=ROOT, process_group=0,
             )  # fmt: skip
 
     @property
