@@ -144,25 +144,6 @@ def test_the_changelog_has_room_for_the_next_change() -> None:
     assert __version__
 
 
-def test_the_readme_names_every_make_word_and_nothing_else() -> None:
-    words = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
-    named = set(
-        re.findall(r"`?\bmake ([a-z-]+)", (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text())
-    )
-    assert named == words
-
-
-def test_every_option_in_the_documents_exists() -> None:
-    from evap import options
-
-    flags = {o.flag[2:] for o in options.table()} | {o.alias.replace("_", "-") for o in options.table() if o.alias}
-    others = {"config", "file", "format", "help", "http1", "http2-prior-knowledge", "json", "quick", "seconds", "write"}
-    others |= {"from", "group-by", "output", "max-streams", "tokens-per-day", "no-deps", "vllm-rs"}  # of other commands
-    for page in ("README.md", "ARCHITECTURE.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))):
-        used = set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", (ROOT / page).read_text()))
-        assert not used - flags - others, page
-
-
 #: Paths of one machine, which must not stand in any file. In two halves, so that this file passes.
 FORBIDDEN = ["/wo" + "rk/", "/tmp/" + "evap", "/ro" + "ot/", "/ho" + "me/", "shared/" + "design"]
 

@@ -7,6 +7,7 @@ from typing import Final
 
 from evap import dispatch
 from evap.engine import chat_template
+from evap.engine.vllm import constraints
 from evap.metering import operations
 from evap.options import Option, shown, table
 from evap.protocol import headers, http1_parse, limits
@@ -86,7 +87,8 @@ FIXED: Final = (
     ("`stop_token_ids`", fields.MAX_STOP_IDS, "400"),
     ("entries of `logit_bias`", fields.MAX_BIASES, "400"),
     ("`bad_words` (vLLM)", fields.MAX_BAD_WORDS, "400"),
-    ("octets of a JSON schema or grammar (vLLM)", fields.MAX_SCHEMA_BYTES, "400"),
+    ("octets of a JSON schema or grammar (vLLM)", constraints.MAX_GRAMMAR_BYTES, "400"),
+    ("octets of the field that has it", fields.MAX_SCHEMA_BYTES, "400"),
     ("characters of `user`", fields.MAX_USER_CHARS, "400"),
 )  # fmt: skip
 

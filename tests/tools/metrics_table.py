@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from evap import questions
 from evap.config import EngineConfig
 from evap.metrics import FAMILIES, VLLM
 from evap.observe import ENGINE_COUNTERS, watch
@@ -32,10 +33,11 @@ def page() -> str:
         for name in (*ENGINE_COUNTERS, "kv_usage"):
             setattr(replica, name, 0)
         sink: Any = SimpleNamespace(copied=0, error="")
-        house.accounting.sink = sink
+        counts, energy = SimpleNamespace(mismatches=0), SimpleNamespace(total_mj=0)
+        house.accounting.sink, house.accounting.pages, house.accounting.energy = sink, counts, energy  # type: ignore[assignment]
         watch(house.metrics, house.dispatch, Shared(), EngineConfig(), SimpleNamespace(exported=0, dropped=0))  # type: ignore[arg-type]
-        text = house.metrics.render().decode()
-        house.accounting.sink = None
+        text = house.metrics.render([questions.numbers([])]).decode()
+        house.accounting.sink = house.accounting.pages = house.accounting.energy = None
         house.accounting.close()
     return text
 
