@@ -63,6 +63,7 @@ class Accounting:
         self.energy: Energy | None = None  #: where there is NVML
         self.pages: Counters | None = None  #: of engines in processes of their own
         self.sink: Sink | None = None
+        self.sink_behind = ""  #: why, if another process feeds it
         self.running: dict[str, Exchange] = {}
         self._fresh: list[Exchange] = []  # that are to be entered into the table in this pass of the loop
         self._order: deque[str] = deque()
@@ -328,7 +329,7 @@ class Accounting:
 
     @property
     def _behind(self) -> str:
-        return self.sink.error if self.sink is not None else ""
+        return self.sink.error if self.sink is not None else self.sink_behind
 
     @property
     def trouble(self) -> str:

@@ -50,6 +50,12 @@ class Way(Message):
     info: EngineInfo
 
 
+class Behind(Message):
+    """Why the usage sink, which the parent feeds, is behind; empty: it is not."""
+
+    reason: str
+
+
 class Signal(Message):
     """SIGTERM or SIGHUP, which loop processes take from their parent only: service managers send theirs to all."""
 
@@ -84,5 +90,5 @@ class Want(Message):
     meter: dict[str, str] | None
 
 
-ToChild = Start | Engine | Way | Signal | Question | Answer
+ToChild = Start | Engine | Way | Behind | Signal | Question | Answer
 FromChild = Up | Want | Question | Answer

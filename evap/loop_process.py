@@ -120,6 +120,8 @@ class LoopProcess(Server):
                 self._replica.attach(socket.socket(fileno=sock), memory, bell, capacity, info)
             case between.Engine(state=state, line=line) if self._replica is not None:
                 self._replica.engine_is(ReplicaState(state), line)
+            case between.Behind(reason=reason) if self.accounting is not None:
+                self.accounting.sink_behind = reason
             case between.Signal(number=signal.SIGHUP):
                 self._reload()
             case between.Signal(number=number):

@@ -266,10 +266,13 @@ class Parent:
             self._spawn(child.number)
 
     async def _look(self) -> None:
-        """What each has counted, from time to time, in case it is killed."""
+        """From time to time: what each has counted, in case it is killed; and how our sink is, for their `/ready`."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.questions.ask("metrics", "", lambda _: None)
+            if self.books.sink is not None:  # also to those that have come since
+                for child in self.children.values():
+                    child.pipe.send(between.Behind(self.books.sink.error))
 
     def _own(self, page: bool) -> Snapshot:
         children = list(self.children.values())
