@@ -200,7 +200,8 @@ class Parent:
                 between.Way(replica.capacity, replica.info), [ours.fileno(), memory, bell]
             )  # fmt: skip
             ours.close()
-            replica.attach(theirs, memory, bell, self._wanted.pop(number))
+            linger_s = self.config.server.drain_timeout_s + GRACE_S
+            replica.attach(theirs, memory, bell, self._wanted.pop(number), linger_s)
 
     # Loop processes
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.clients.asking import eventually
+from tests.listeners import tree
 from tests.many import ask, children, loops, numbers, records, streams
 from tests.support import ROOT, STOP_TIMEOUT_S, Server, running
 
@@ -71,6 +72,26 @@ def test_a_killed_loop_process_leaves_the_engine_nothing_to_do(many: tuple[Serve
     ends = Counter(r.end for r in records(data)[before:])
     assert ends == {"length": 18 - broken, "interrupted": broken}
     assert [ask(server, "w", 3, ignore_eos=True).status_code for _ in range(12)] == [200] * 12
+
+
+def test_without_a_parent_the_engine_finishes_what_runs(many: tuple[Server, Path], tmp_path: Path) -> None:
+    """kill -9 of the parent: streams end as if nothing had happened, then nothing of the tree is left."""
+    model = str(many[1].parent / "model")
+    flags = ("--workers", "2", "--threads", "1", "--kv-cache-mb", "64", "--data-dir", str(tmp_path))
+    server = Server("--engine", "torch", "--port", "0", model, *flags)
+    try:
+        server.wait_ready()
+        life = streams(server, 6, 800, ignore_eos=True)
+        next(life)
+        left = tree(server.process.pid)[1:]
+        assert engine_of(server).pid in left
+        server.process.kill()
+        answers = next(life)
+        assert all(a.endswith(DONE) and b'data: {"error"' not in a for a in answers)
+        eventually(lambda: not any(psutil.pid_exists(pid) for pid in left), "all have ended", STOP_TIMEOUT_S)
+    finally:
+        server.kill()
+    assert [(r.end, r.delivered) for r in records(tmp_path)] == [("length", 800)] * 6
 
 
 def test_a_killed_engine_comes_back_to_all(many: tuple[Server, Path]) -> None:

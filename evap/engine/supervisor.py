@@ -65,9 +65,11 @@ class Worker(Channel):
         if self._open:
             self._child.kill()
 
-    def attach(self, capacity: int, sock: socket.socket, memory: int, bell: int, meter: Spec | None) -> None:
+    def attach(
+        self, capacity: int, sock: socket.socket, memory: int, bell: int, meter: Spec | None, linger_s: float
+    ) -> None:
         """Give the engine one more channel; the descriptors are its ends, and are closed here."""
-        data = wire.frame(wire.Attach(capacity, meter))
+        data = wire.frame(wire.Attach(capacity, meter, linger_s))
         if self._open and not self._out:
             try:
                 sent = socket.send_fds(self._socket, [data], [sock.fileno(), memory, bell])
@@ -119,10 +121,11 @@ class TorchReplica(RingReplica):
         self._spawn()
         await self._started
 
-    def attach(self, sock: socket.socket, memory: int, bell: int, meter: Spec | None) -> None:
-        """Give the running engine one more channel, of `capacity` records, for another process; takes the three."""
+    def attach(self, sock: socket.socket, memory: int, bell: int, meter: Spec | None, linger_s: float = 0.0) -> None:
+        """Give the running engine one more channel, of `capacity` records, for another process; takes the three.
+        linger_s: see wire.Attach."""
         if self._worker is not None:
-            self._worker.attach(self.capacity, sock, memory, bell, meter)
+            self._worker.attach(self.capacity, sock, memory, bell, meter, linger_s)
 
     async def stop(self) -> None:
         self._stopping = True

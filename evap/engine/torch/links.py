@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
@@ -107,27 +108,40 @@ class Link:
 
 
 class Links:
-    """The parent's link, and those of other processes that submit to this engine."""
+    """The parent's link, and those of other processes that submit to this engine. linger: told for how many seconds the
+    engine may outlive its parent, with each of those."""
 
-    def __init__(self, parent: Link) -> None:
+    def __init__(self, parent: Link, linger: Callable[[float], None] = lambda seconds: None) -> None:
         self.parent = parent
+        self.linger = linger
+        self._alone = False  # the parent is gone
         self.others: dict[int, Link] = {}  # base -> link
         self._count = 0
         self._poll = select.poll()
         self._poll.register(parent, select.POLLIN)
 
     def receive(self, *, wait: bool) -> list[tuple[Link, wire.ToWorker | None]]:
-        """(link, message); None: that process is gone, or sent nonsense. Raises EOFError when the parent is gone."""
+        """(link, message); None: that process is gone, or sent nonsense. Raises EOFError when the parent is gone, and
+        nobody else is left."""
         if not self.others:
             return [(self.parent, message) for message in self.parent.receive(wait=wait)]
         self._poll.poll(None if wait else 0)
-        found: list[tuple[Link, wire.ToWorker | None]] = [(self.parent, m) for m in self.parent.receive(wait=False)]
+        found: list[tuple[Link, wire.ToWorker | None]] = [(self.parent, m) for m in self._from_parent()]
         for link in list(self.others.values()):
             try:
                 found += [(link, message) for message in link.receive(wait=False)]
             except (EOFError, OSError, ValueError, msgspec.DecodeError):
                 found.append((link, None))
         return found
+
+    def _from_parent(self) -> list[wire.ToWorker]:
+        """Without it there is nobody to start again what dies: the others finish what runs, and go."""
+        try:
+            return [] if self._alone else self.parent.receive(wait=False)
+        except (EOFError, ConnectionError):
+            self._alone = True
+            self._poll.unregister(self.parent)
+            return []
 
     def attach(self, capacity: int) -> int:
         """The three descriptors that came with the message; the new link's base."""

@@ -47,10 +47,14 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach", array_like=True):
-    """One more channel, for another process. Its socket, ring memory and doorbell come with it (SCM_RIGHTS)."""
+    """One more channel, for another process. Its socket, ring memory and doorbell come with it (SCM_RIGHTS).
+
+    linger_s: for how long the engine may outlive its parent, for what such processes wait for.
+    """
 
     ring_capacity: int
     meter: dict[str, str] | None = None
+    linger_s: float = 0.0
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", array_like=True):

@@ -1,15 +1,19 @@
 """The engine's process: `python -m evap.engine.torch.worker SOCKET RING DOORBELL` (inherited descriptors).
 
-Its loop reads as three lines: take commands, step, publish. It ends when its parent does, when the socket closes, on
-Stop, and when anything goes wrong that is not one request's fault; it never outlives an error in an unknown state.
+Its loop reads as three lines: take commands, step, publish. It ends when its parent does (if other processes use it,
+when the last of them does), when the socket closes, on Stop, and when anything goes wrong that is not one request's
+fault; it never outlives an error in an unknown state.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -95,7 +99,7 @@ def serve(link: Link, build: Build) -> None:
     link.open_ring(boot.ring_capacity)
     engine = build(boot, lambda line: link.send(wire.Progress(line)))
     link.send(wire.Ready(engine.info))
-    with contextlib.closing(Links(link)) as links:
+    with contextlib.closing(Links(link, Linger())) as links:
         run(engine, links)
 
 
@@ -126,6 +130,7 @@ def _obey(message: wire.ToWorker | None, engine: Core, link: Link, links: Links)
             engine.cancel(link.base + message.slot, message.generation)
         case wire.Attach():
             engine.attach(links.attach(message.ring_capacity), message.meter)
+            links.linger(message.linger_s)
         case None:
             give_up(engine, link, links)
 
@@ -148,8 +153,32 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+class Linger:
+    """Called with the seconds that the engine may outlive its parent: at first it is killed together with it.
+
+    Then it ends with its last user, and by SIGALRM if that takes longer, or if it hangs: nothing stays behind.
+    """
+
+    def __init__(self) -> None:
+        self._parent = os.getppid()
+        self._seconds = 0.0
+
+    def __call__(self, seconds: float) -> None:
+        first, self._seconds = not self._seconds, seconds
+        if first and seconds:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            threading.Thread(target=self._wait, name="evap-linger", daemon=True).start()
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0)
+
+    def _wait(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            fd = os.pidfd_open(self._parent)
+            select.select([fd], [], [])
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+
 def main(argv: list[str], build: Build = build) -> int:
-    """Exit status 0 after Stop, 1 after an error (reported as Fatal), 2 when the parent is gone."""
+    """Exit status 0 after Stop, 1 after an error (reported as Fatal), 2 when nobody is left."""
     _die_with_parent()
     link = Link(*map(int, argv))
     try:

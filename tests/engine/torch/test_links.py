@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -89,21 +90,27 @@ class Bench:
         self.parent = End()
         self.link = Link(self.parent.theirs.fileno(), self.parent.memory, self.parent.bell)
         self.link.open_ring(CAPACITY)
-        self.links = Links(self.link)
-        self.thread = threading.Thread(target=run, args=(self.engine, self.links), daemon=True)
+        self.lingers: list[float] = []
+        self.links = Links(self.link, self.lingers.append)
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         self.others: list[End] = []
+
+    def _run(self) -> None:
+        with contextlib.suppress(EOFError):  # nobody is left
+            run(self.engine, self.links)
 
     def attach(self, meter: Spec | None = None) -> End:
         other = End()
         fds = [other.theirs.fileno(), other.memory, other.bell]
-        socket.send_fds(self.parent.sock, [wire.frame(wire.Attach(CAPACITY, meter))], fds)
+        socket.send_fds(self.parent.sock, [wire.frame(wire.Attach(CAPACITY, meter, 7.0))], fds)
         other.theirs.close()
         self.others.append(other)
         return other
 
     def close(self) -> None:
-        self.parent.say(wire.Stop())
+        with contextlib.suppress(OSError):  # the parent has gone before
+            self.parent.say(wire.Stop())
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         self.links.close()
@@ -161,6 +168,24 @@ def test_what_a_dead_process_asked_for_is_cancelled(bench: Bench) -> None:
     other.say(wire.pack_request(5, 1, request(COUNT, 3)))
     other.read(5)
     assert other.tokens == {5: [10, 11, 12]}
+
+
+def test_without_a_parent_the_others_finish_and_the_last_one_ends_it(bench: Bench) -> None:
+    one, other = bench.attach(), bench.attach()
+    one.say(wire.pack_request(5, 1, request(COUNT, 500)))  # more than its ring holds
+    eventually(lambda: bench.engine.steps > 3, "the engine runs", PATIENCE_S)
+    bench.parent.sock.close()
+    one.read(5)
+    assert len(one.tokens[5]) == 500
+    other.say(wire.pack_request(5, 1, request(COUNT, 3)))  # also what is asked for now
+    other.read(5)
+    one.sock.close()
+    eventually(lambda: bench.engine.gone == [1 << 16], "one has left", PATIENCE_S)
+    assert bench.thread.is_alive()
+    other.sock.close()
+    bench.thread.join(PATIENCE_S)
+    assert not bench.thread.is_alive()
+    assert bench.lingers == [7.0, 7.0]
 
 
 def test_nonsense_ends_a_way_and_nothing_else(bench: Bench) -> None:

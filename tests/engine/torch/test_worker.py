@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from evap.config import EngineConfig
@@ -20,10 +23,12 @@ from evap.engine.torch.records import Records
 from evap.engine.torch.worker import main, run
 from evap.errors import StartupError
 from evap.messages import Finish, GenerateRequest, ReplicaState, TokenLogprobs
+from tests.clients.asking import eventually
 from tests.engine.fake_worker import COUNT, FakeEngine, build
 from tests.engine.test_supervisor import PATIENCE_S, Listener, request
 from tests.engine.torch.tiny import Maker, greedy, prompts, reference
 from tests.engine.torch.way import Way
+from tests.support import ROOT, TIME_FACTOR
 
 CAPACITY = 8
 
@@ -208,3 +213,33 @@ def test_a_directory_without_a_model_is_a_startup_error(tmp_path: Path) -> None:
 
     with pytest.raises(StartupError, match=r"config\.json"):
         asyncio.run(life())
+
+
+LINGER = """
+import ctypes, os, signal, sys, time
+from evap.engine.torch.worker import Linger, _die_with_parent
+if os.fork():
+    time.sleep(1000)  # the parent, which is killed
+_die_with_parent()
+if sys.argv[1] != "0":
+    Linger()(float(sys.argv[1]))
+print(os.getpid(), flush=True)
+while True:
+    ctypes.CDLL(None).sleep(1000)  # hangs where no Python runs
+"""
+
+
+@pytest.mark.parametrize("seconds", ["0", "0.2", "1000"])
+def test_it_outlives_its_parent_only_for_so_long(seconds: str) -> None:
+    command = [sys.executable, "-c", LINGER, seconds]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        engine = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        parent.wait()
+        if seconds == "1000":
+            assert engine.is_running()
+            assert engine.ppid() != parent.pid
+            engine.kill()
+        gone = lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE  # noqa: E731
+        eventually(gone, "nothing stays behind", 30 * TIME_FACTOR)
