@@ -14,6 +14,8 @@ from typing import Final
 
 #: From a request to end until SIGKILL has done its work.
 _GRACE_S: Final = 2.0
+#: Longest pause before a process is started again.
+MAX_PAUSE_S: Final = 30.0
 
 
 def environment() -> dict[str, str]:
@@ -35,6 +37,11 @@ def start(
     """`python -m module ARGUMENTS`, which inherits `fds`. Raises OSError."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.Popen(command, pass_fds=fds, stdin=stdin, env=environment())
+
+
+def pause_s(failures: int, first_s: float) -> float:
+    """Until a process is started again that has failed so many times in a row: doubles from `first_s` (0 failures)."""
+    return min(MAX_PAUSE_S, first_s * 2.0 ** min(failures, 20))  # a float has no room for what a night of them makes
 
 
 def describe_end(status: int) -> str:

@@ -25,7 +25,7 @@ import msgspec
 
 from evap import banner, between, logs, questions
 from evap.books import Books, lost
-from evap.child import describe_end
+from evap.child import describe_end, pause_s
 from evap.config import Config
 from evap.engine.channel import open_fds
 from evap.engine.meter import Spec
@@ -44,7 +44,6 @@ from evap.tally import SIZE, Tally
 
 logger = logging.getLogger("evap.server")
 FIRST_BACKOFF_S: Final = 0.5
-MAX_BACKOFF_S: Final = 30.0
 #: A process that lived this long starts again with the first back-off.
 STEADY_S: Final = 60.0
 #: Beyond the drain's time-out, for a loop process that does not end by itself.
@@ -260,7 +259,7 @@ class Parent:
             return
         lived = self._loop.time() - child.started_s
         failures = self._failures[child.number] = 0 if lived > STEADY_S else self._failures[child.number] + 1
-        pause = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** max(0, failures - 1))
+        pause = pause_s(max(0, failures - 1), FIRST_BACKOFF_S)
         logger.info("loop process %d starts again in %g s", child.number, pause)
         await asyncio.sleep(pause)
         if not self._stopping:

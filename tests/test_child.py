@@ -95,3 +95,8 @@ def test_a_process_that_cannot_be_watched_does_not_stay(monkeypatch: pytest.Monk
 )
 def test_how_an_end_is_said(status: int, said: str) -> None:
     assert child.describe_end(status) == said
+
+
+def test_pauses_double_and_have_an_end_after_any_number_of_failures() -> None:
+    """Until 2**1024, which no float holds: an engine that is down for a night must start in the morning."""
+    assert [child.pause_s(failures, 0.5) for failures in (0, 1, 2, 5, 6, 5000)] == [0.5, 1.0, 2.0, 16.0, 30.0, 30.0]

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from evap.child import Child, describe_end
+from evap.child import Child, describe_end, pause_s
 from evap.config import EngineConfig
 from evap.engine import defaults
 from evap.engine.channel import Channel, RingReplica, capacity_for, open_fds
@@ -25,7 +25,6 @@ from evap.errors import StartupError
 from evap.messages import EngineInfo, ReplicaState
 
 FIRST_BACKOFF_S: Final = 1.0
-MAX_BACKOFF_S: Final = 30.0
 #: A process that lived this long starts again with the first back-off.
 STEADY_S: Final = 60.0
 #: From the request to stop until SIGKILL.
@@ -189,7 +188,7 @@ class TorchReplica(RingReplica):
         loop = asyncio.get_running_loop()
         if was is ReplicaState.READY and loop.time() - self._ready_at >= STEADY_S:
             self._failures = 0
-        delay = min(MAX_BACKOFF_S, self._first_backoff_s * 2**self._failures)
+        delay = pause_s(self._failures, self._first_backoff_s)
         self._failures += 1
         self._restart = loop.call_later(delay, self._spawn)
         self._settle(ReplicaState.FAILED, f"{reason}; next start in {delay:g} s")

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from evap.child import pause_s
 from evap.config import EngineConfig
 from evap.engine.interface import OnBatch, OnState, known
 from evap.engine.meter import Spec
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
 FIRST_BACKOFF_S: Final = 0.5
-LONGEST_BACKOFF_S: Final = 30.0
 #: An engine that ran for so long has recovered: the next back-off begins at the first again.
 HEALTHY_S: Final = 60.0
 
@@ -216,7 +216,7 @@ class VllmReplica:
         """Start again, with growing pauses, until it works, it never can, or `stop` ends it."""
         while self._state is ReplicaState.FAILED:
             await self._close()
-            pause = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self._failures, 10))
+            pause = pause_s(self._failures, FIRST_BACKOFF_S)
             self._on_state(ReplicaState.FAILED, f"starting again in {pause:g} s")
             await asyncio.sleep(pause)
             self.restarts += 1
