@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Final, TextIO
 
 from evap import __version__
-from evap.config import ServerConfig
+from evap.config import Config
 from evap.messages import EngineInfo
 
 QUESTION: Final = "What is the capital of France?"
@@ -38,6 +38,7 @@ class Ready:
     started_s: float = 0.0
     unix: tuple[str, ...] = ()
     workers: int = 1  # loop processes
+    keys: bool = False  # requests need one
 
     @property
     def url(self) -> str:
@@ -50,7 +51,8 @@ def _url(host: str, port: int, tls: bool) -> str:
 
 
 def curl(ready: Ready) -> str:
-    """A curl command, on one line, that streams an answer. An address that means "all" becomes the loopback one."""
+    """A curl command, on one line, that streams an answer. An address that means "all" becomes the loopback one. Where
+    a key is needed, the shell's $KEY has it."""
     loopback = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # compared, not bound
     base = _url(loopback.get(ready.host, ready.host), ready.port, bool(ready.tls))
     words = ["curl", "-sN"]
@@ -66,7 +68,9 @@ def curl(ready: Ready) -> str:
     )
     body = json.dumps({**question, "temperature": 0, "stream": True}, separators=(",", ":"))
     path = "/v1/chat/completions" if ready.chat else "/v1/completions"
-    return shlex.join([*words, base + path, "-H", "content-type: application/json", "-d", body])
+    key = ' -H "authorization: Bearer $KEY"' if ready.keys else ""
+    rest = shlex.join(["-H", "content-type: application/json", "-d", body])
+    return f"{shlex.join([*words, base + path])}{key} {rest}"
 
 
 def lines(ready: Ready) -> list[tuple[str, str]]:
@@ -81,6 +85,8 @@ def lines(ready: Ready) -> list[tuple[str, str]]:
         ("speaks", "HTTP/2 and HTTP/1.1" + (f" over TLS ({ready.tls})" if ready.tls else ", without TLS")),
         ("try", curl(ready)),
     ]
+    if ready.keys:
+        said.insert(-1, ("keys", "KEY=... with a secret that `python -m evap keys create` has printed, then"))
     if ready.workers > 1:
         said.insert(3, ("workers", f"{ready.workers} loop processes"))
     if ready.port and ready.unix:
@@ -101,16 +107,17 @@ def as_json(ready: Ready) -> str:
 
 
 def announce(
-    server: ServerConfig, at: tuple[str, int, tuple[str, ...]], info: EngineInfo, *, model: str, chat: bool,
+    config: Config, at: tuple[str, int, tuple[str, ...]], info: EngineInfo, *, model: str, chat: bool,
     started_s: float, workers: int = 1,
 ) -> None:  # fmt: skip
     """Show what a server is, once it is ready. at: host, port and UNIX sockets, as `listening.addresses` has them."""
     host, port, unix = at
+    server = config.server
     ready = Ready(
         host=host or server.host, port=port, unix=unix, model=model, engine=info.engine, device=info.device,
         dtype=info.dtype, max_model_len=info.max_model_len, chat=chat, workers=workers,
         tls=server.tls or ("certificate" if server.tls_cert or server.tls_key else ""),
-        started_s=started_s,
+        started_s=started_s, keys=bool(config.meter.api_keys),
     )  # fmt: skip
     show(ready, format=server.log_format)
 

@@ -291,7 +291,7 @@ class Parent:
         if self._place is not None:
             host, port = self._place.getsockname()[:2]
         banner.announce(
-            self.config.server, (host, port, unix), up.info, model=up.model, chat=up.chat,
+            self.config, (host, port, unix), up.info, model=up.model, chat=up.chat,
             started_s=(time.monotonic_ns() - self._started_ns) / 1e9, workers=self.count,
         )  # fmt: skip
 

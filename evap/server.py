@@ -268,7 +268,7 @@ class Server:
 
     def _announce(self, built: Built) -> None:
         banner.announce(
-            self.config.server, listening.addresses(self.listeners), built.replica.info, model=built.model,
+            self.config, listening.addresses(self.listeners), built.replica.info, model=built.model,
             chat=built.chat, started_s=(time.monotonic_ns() - self._started_ns) / 1e9,
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 
 import pytest
 
@@ -63,6 +64,15 @@ def test_the_curl_line_is_one_shell_word_list(changes: dict[str, object], url: s
     body = json.loads(words[words.index("-d") + 1])
     assert body["stream"] is True
     assert body["messages"][0]["content"] == banner.QUESTION
+
+
+def test_where_keys_are_needed_the_shell_has_one() -> None:
+    """As it is pasted: a shell puts the key in."""
+    assert "$KEY" not in banner.plain(ready())
+    assert "python -m evap keys create" in banner.plain(ready(keys=True))
+    pasted = banner.curl(ready(keys=True)).replace("curl", "printf '%s\\n'", 1)
+    done = subprocess.run(pasted, shell=True, env={"KEY": "sk-evap-x"}, capture_output=True, text=True, check=True)
+    assert "authorization: Bearer sk-evap-x" in done.stdout.splitlines()
 
 
 def test_a_model_without_chat_gets_a_prompt() -> None:
