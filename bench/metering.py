@@ -166,7 +166,7 @@ def durable(folder: Path, seconds: float) -> dict[str, Any]:
             time.sleep(wait)
         made, entry = record(number), table.open(b"", (), whole=True)
         put.append(time.monotonic_ns())
-        table.settle(entry, made)
+        table.settle([entry], [made])
         writer.put([made], [entry])
     if not writer.close() or len(taken) != len(put):
         raise RuntimeError("the ledger did not keep up")

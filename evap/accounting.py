@@ -268,9 +268,7 @@ class Accounting:
         records = [self._settle(exchange, now_ns) for exchange in exchanges]
         if (recorder := self.recorder) is not None and (table := self.table) is not None:
             entries = [exchange.account.entry for exchange in exchanges]
-            for entry, record in zip(entries, records, strict=True):
-                if entry >= 0:
-                    table.settle(entry, record)
+            table.settle(entries, records)
             recorder.put(records, entries)
         if self.energy is not None:
             self.energy.settled(records)

@@ -23,6 +23,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -51,6 +52,8 @@ _OPEN: Final = 1
 _SETTLED: Final = 2
 _NOTHING: Final = (0, 0, 0, 0)
 _BY_SLOT: Final = 5  # arrays
+_OWNER: Final = 0
+_COMPUTED: Final = 1
 USED_UP: Final = "used up"
 _WHOLE: Final = 1  #: nothing is delivered before the end
 #: Heads of new entries, ready-made, by whether they are whole and the length of the note.
@@ -90,11 +93,12 @@ class OpenTable:
         finally:
             os.close(fd)
         self._at = at
-        self.owner, self.computed, self.lag, self.cached, self.generation = _arrays(self._memory, slots)
-        self.owner[:] = -1
+        arrays = _arrays(self._memory, slots)
+        arrays[_OWNER] = -1
+        self.computed = arrays[_COMPUTED]
         # Single numbers go through memoryviews: numpy takes twice as long for one.
         cells = memoryview(self._memory)[_START : _START + 4 * _BY_SLOT * slots].cast("i")
-        self._owner, _, self._lag, self._cached, self._generation = (
+        self.owner, _, self.lag, self.cached, self.generation = (
             cells[n * slots : (n + 1) * slots] for n in range(_BY_SLOT)
         )
         self._phases = memoryview(self._memory)[at:].cast("i")
@@ -120,12 +124,13 @@ class OpenTable:
             return -1
         entry = self._free.pop()
         self._slots[entry] = slots
-        owner, lag, cached = self._owner, self._lag, self._cached
+        owner, lag, cached = self.owner, self.lag, self.cached
         for slot in slots:
             lag[slot] = cached[slot] = 0
             owner[slot] = entry
-        for slot, generation in zip(slots, generations, strict=False):
-            self._generation[slot] = generation
+        if generations:
+            for slot, generation in zip(slots, generations, strict=True):
+                self.generation[slot] = generation
         at = self._at + entry * ENTRY_BYTES
         # In one go: it has no token yet, so nothing is lost when the process dies within it.
         self._memory[at : at + _NOTE_AT + size] = _HEADS[whole][size] + note
@@ -134,11 +139,11 @@ class OpenTable:
     def released(self, entry: int, slot: int, computed: int, emitted: int, delivered: int) -> None:
         """The slot's counts are final, and are kept with the exchange from now on."""
         old = self._bases.get(entry, _NOTHING)
-        cached = max(old[3], self._cached[slot])
+        cached = max(old[3], self.cached[slot])
         base = self._bases[entry] = (old[0] + computed, old[1] + emitted, old[2] + delivered, cached)
         # A process that dies here has the counts in both places; `slot` says so.
         _BASE.pack_into(self._memory, self._at + entry * ENTRY_BYTES + 4, slot, *base)
-        self._owner[slot] = -1
+        self.owner[slot] = -1
 
     def delivered(self, entry: int, tokens: int) -> None:
         """What an exchange without slots has delivered by now: its reader is slow."""
@@ -146,26 +151,30 @@ class OpenTable:
         self._bases[entry] = (computed, emitted, tokens, cached)
         _DELIVERED.pack_into(self._memory, self._at + entry * ENTRY_BYTES + 16, tokens)
 
-    def settle(self, entry: int, record: Record) -> None:
-        """It is over."""
-        at = self._at + entry * ENTRY_BYTES
-        _FINAL.pack_into(
-            self._memory, at + _FINAL_AT, record.first_us, record.last_us, record.settled_us, record.cached,
-            record.computed, record.emitted, record.delivered, record.billable, record.steps, record.status,
-            record.operation != "", record.end.encode()[:32],
-        )  # fmt: skip
-        self._phases[entry * _PHASES_EACH] = _SETTLED
-        owner = self._owner
-        for slot in self._slots[entry]:
-            if owner[slot] == entry:
-                owner[slot] = -1
-        if self._bases:
-            self._bases.pop(entry, None)
+    def settle(self, entries: Sequence[int], records: Sequence[Record]) -> None:
+        """These are over; the entry of each (-1: it has none)."""
+        memory, start, phases, owner, bases = self._memory, self._at + _FINAL_AT, self._phases, self.owner, self._bases
+        for entry, record in zip(entries, records, strict=True):
+            if entry < 0:
+                continue
+            _FINAL.pack_into(
+                memory, start + entry * ENTRY_BYTES, record.first_us, record.last_us, record.settled_us, record.cached,
+                record.computed, record.emitted, record.delivered, record.billable, record.steps, record.status,
+                record.operation != "", _end(record.end),
+            )  # fmt: skip
+            phases[entry * _PHASES_EACH] = _SETTLED
+            for slot in self._slots[entry]:
+                if owner[slot] == entry:
+                    owner[slot] = -1
+            if bases:
+                bases.pop(entry, None)
 
-    def free(self, entry: int) -> None:
-        """Its record is durable. May be called from another thread than the loop's."""
-        self._phases[entry * _PHASES_EACH] = _FREE
-        self._free.append(entry)
+    def free(self, entries: Sequence[int]) -> None:
+        """Their records are durable. May be called from another thread than the loop's."""
+        phases = self._phases
+        for entry in entries:
+            phases[entry * _PHASES_EACH] = _FREE
+        self._free.extend(entries)
 
     @property
     def crowded(self) -> bool:
@@ -174,9 +183,13 @@ class OpenTable:
 
     def release(self) -> None:
         """Let go of the memory."""
-        del self.owner, self.computed, self.lag, self.cached, self.generation
-        del self._owner, self._lag, self._cached, self._generation, self._phases
+        del self.owner, self.computed, self.lag, self.cached, self.generation, self._phases
         self._memory.close()
+
+
+@lru_cache(256)
+def _end(end: str) -> bytes:
+    return end.encode()[:32]
 
 
 def _places(slots: int, entries: int) -> tuple[int, int]:

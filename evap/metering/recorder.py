@@ -1,10 +1,10 @@
 """Makes records durable, off the loop: one thread, one commit for whatever is waiting, and a spool for bad days.
 
-The loop calls `put`; the record's entry in the table of open exchanges (`opened.py`) keeps it safe against kill -9
-until it is elsewhere. The thread commits everything queued as one transaction. While the ledger cannot be written (disk
-full, file locked) records stay where they are; when the table is half full they go to the spool file, and from there
-into the ledger when it is back. When the spool cannot be written either, `accepting` is False: nothing new may be
-started that could not be recorded. Nothing here ever delays a stream.
+The loop calls `put` once for all that ended in a pass; a record's entry in the table of open exchanges (`opened.py`)
+keeps it safe against kill -9 until it is elsewhere. The thread commits everything queued as one transaction. While the
+ledger cannot be written (disk full, file locked) records stay where they are; when the table is half full they go to
+the spool file, and from there into the ledger when it is back. When the spool cannot be written either, `accepting` is
+False: nothing new may be started that could not be recorded. Nothing here ever delays a stream.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from evap.metering.opened import OpenTable
 from evap.metering.record import Record, decode, encode
 
 SPOOL: Final = "spool.jsonl"
-#: The thread waits this long after the first record, so that a busy server commits groups.
-GATHER_S: Final = 0.003
+#: The thread waits this long after the first record, so that a busy server commits groups: each commit costs as much as
+#: twenty rows, and leaves the loop's thread cold caches.
+GATHER_S: Final = 0.006
 RETRY_S: Final = 0.5
+#: Records of one transaction, or a few more: what was put together stays together.
 MAX_GROUP: Final = 2000
 #: Records of exchanges that never had an entry wait in memory alone.
 MAX_WAITING: Final = 10_000
@@ -59,7 +61,7 @@ class Recorder:
         self._db, self._table, self._spool = db, table, spool
         self._on_state, self._on_durable = on_state, on_durable
         self._turn = turn
-        self._queue: deque[tuple[Record, int]] = deque()
+        self._queue: deque[tuple[Sequence[Record], Sequence[int]]] = deque()  # as they were put
         self._wake = threading.Event()
         self._asleep = False
         self._closing = False
@@ -79,10 +81,11 @@ class Recorder:
     # The loop's side
 
     def put(self, records: Sequence[Record], entries: Sequence[int]) -> None:
-        """Settled exchanges, and their entries in the table (-1: none). Returns at once."""
-        self._queue.extend(zip(records, entries, strict=True))
+        """Settled exchanges, and the entry of each in the table (-1: none). Returns at once, and keeps both lists."""
         self._put += len(records)
+        self._queue.append((records, entries))
         if self._asleep:
+            self._asleep = False
             self._wake.set()
 
     @property
@@ -112,8 +115,8 @@ class Recorder:
                 self._wake.wait(RETRY_S if self.spooled or self.state is not State.OK else None)
             self._asleep = False
             self._wake.clear()
-            if not self._closing:
-                self._wake.wait(GATHER_S if self._queue else 0)
+            if self._queue and not self._closing:
+                self._wake.wait(GATHER_S)
             self._work()
             if self._closing and (not self._queue or self.state is not State.OK):
                 break
@@ -124,16 +127,17 @@ class Recorder:
             self._db.close()
 
     def _work(self) -> None:
-        """One try at everything that waits."""
+        """One try at everything that waits. What comes meanwhile gathers: small commits cost as much as large ones."""
+        until = self._put
         try:
             if self.spooled:
                 self._unspool()
-            while self._queue:
-                group = self._group()
-                self._insert([record for record, _ in group])
-                self.durable += len(group)
-                self._done(group)
-                self._on_durable(len(group))
+            while self._queue and self._taken < until:
+                records, entries, batches = self._group()
+                self._insert(records)
+                self.durable += len(records)
+                self._done(entries, batches)
+                self._on_durable(len(records))
             self._enter(State.OK, "")
         except (sqlite3.Error, OSError) as error:
             self._set_aside(str(error))
@@ -150,30 +154,36 @@ class Recorder:
         finally:
             os.close(fd)
 
-    def _group(self) -> list[tuple[Record, int]]:
-        queue = self._queue
-        return [queue[i] for i in range(min(len(queue), MAX_GROUP))]
+    def _group(self) -> tuple[list[Record], list[int], int]:
+        """What waits, oldest first: records, their entries, and how many times `put` was called for them."""
+        records, entries, batches = list[Record](), list[int](), 0
+        for batches in range(1, len(self._queue) + 1):
+            some, theirs = self._queue[batches - 1]
+            records += some
+            entries += theirs
+            if len(records) >= MAX_GROUP:
+                break
+        return records, entries, batches
 
-    def _done(self, group: list[tuple[Record, int]]) -> None:
-        """These are safe elsewhere."""
-        for _, entry in group:
+    def _done(self, entries: Sequence[int], batches: int) -> None:
+        """The records of these are safe elsewhere."""
+        for _ in range(batches):
             self._queue.popleft()
-            if entry >= 0:
-                self._table.free(entry)
+        self._table.free([entry for entry in entries if entry >= 0])
         with self._idle:
-            self._taken += len(group)
+            self._taken += len(entries)
             self._idle.notify_all()
 
     def _set_aside(self, reason: str) -> None:
         """The ledger is not to be had. Records wait while the table has room for others; then they are spooled."""
-        if not (self._closing or self._table.crowded or len(self._queue) > MAX_WAITING):
+        if not (self._closing or self._table.crowded or self.pending > MAX_WAITING):
             self._enter(State.SPOOLING, reason)
             return
         try:
             while self._queue:
-                group = self._group()
-                self._append_spool(b"".join(encode(record) + b"\n" for record, _ in group))
-                self._done(group)
+                records, entries, batches = self._group()
+                self._append_spool(b"".join(encode(record) + b"\n" for record in records))
+                self._done(entries, batches)
             self._enter(State.SPOOLING, reason)
         except OSError as error:
             self._enter(

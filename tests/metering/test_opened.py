@@ -72,11 +72,11 @@ class Life(RuleBasedStateMachine):
         entry = data.draw(st.sampled_from(sorted(self.model)))
         self.free += self.model.pop(entry)[2]
         self.table.settle(
-            entry,
-            record(
+            [entry],
+            [record(
                 first_us=1, last_us=2, settled_us=3, cached=4, computed=9, emitted=8, delivered=7, billable=6, steps=5,
                 operation="used",
-            ),
+            )],
         )  # fmt: skip
         self.settled.add(entry)
 
@@ -85,7 +85,7 @@ class Life(RuleBasedStateMachine):
     def durable(self, data: st.DataObject) -> None:
         entry = data.draw(st.sampled_from(sorted(self.settled)))
         self.settled.remove(entry)
-        self.table.free(entry)
+        self.table.free([entry])
 
     @invariant()
     def a_successor_finds_the_counts(self) -> None:
@@ -126,12 +126,12 @@ def test_a_full_table_says_so(tmp_path: Path) -> None:
     assert table.open(b"", [0], whole=True) == 0
     assert table.full
     assert table.open(b"", [1], whole=True) == -1
-    table.settle(0, record(end="x" * 100))
+    table.settle([0], [record(end="x" * 100)])
     assert table.full, "until it is durable"
     (survivor,) = recover(tmp_path / "open")
     assert survivor.final is not None
     assert survivor.final.end == "x" * 32
-    table.free(0)
+    table.free([0])
     assert table.open(b"x" * (MAX_NOTE_BYTES + 1), [1], whole=True) == -1
     assert table.open(b"x" * MAX_NOTE_BYTES, [1], whole=True) == 0
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from evap.metering import ledger, recorder
 from evap.metering.opened import OpenTable, recover
-from evap.metering.record import encode
+from evap.metering.record import Record, encode
 from evap.metering.recorder import Recorder, State, read_spool
 from tests.metering.rows import record
 from tests.support import TIME_FACTOR
@@ -47,8 +48,7 @@ class Desk:
             self.count += 1
             entry = self.table.open(b"", [], whole=True)
             made = record(f"r{self.count}")
-            if entry >= 0:
-                self.table.settle(entry, made)
+            self.table.settle([entry], [made])
             self.recorder.put([made], [entry])
 
     def ledger_rows(self) -> int:
@@ -83,6 +83,40 @@ def test_what_is_put_is_durable_soon(desk: Desk) -> None:
     desk.put(1)
     assert desk.recorder.flush(WAIT_S)
     assert desk.ledger_rows() == 301
+
+
+def test_what_comes_during_a_commit_waits_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(tmp_path)
+    groups: list[int] = []
+
+    def insert(db: sqlite3.Connection, records: Sequence[Record]) -> None:
+        ledger.insert(db, records)
+        groups.append(len(records))
+        desk.put(2)
+
+    monkeypatch.setattr(recorder, "ledger", SimpleNamespace(insert=insert))
+    desk.put(3)
+    desk.recorder._work()
+    assert groups == [3]
+    assert desk.recorder.pending == 2
+    desk.recorder._work()
+    assert groups == [3, 2]
+    assert desk.ledger_rows() == 5 == desk.recorder.durable
+
+
+def test_more_than_one_transaction_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole puts, oldest first, each entry free once its record is there."""
+    monkeypatch.setattr(recorder, "MAX_GROUP", 10)
+    desk = Desk(tmp_path)
+    desk.put(25)
+    made = [record(f"group{number}") for number in range(12)]
+    desk.recorder.put(made, [-1] * len(made))
+    records, entries, batches = desk.recorder._group()
+    assert ([r.id for r in records], batches) == ([f"r{number}" for number in range(1, 11)], 10)
+    assert len(set(entries)) == 10
+    desk.recorder._work()
+    assert (desk.recorder.pending, desk.ledger_rows()) == (0, 37)
+    assert recover(tmp_path / "open") == []
 
 
 def test_close_writes_what_is_waiting(desk: Desk) -> None:
