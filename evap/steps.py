@@ -179,8 +179,7 @@ class Steps:
         if not batch.steady and batch.flags.any():
             self._flagged(batch)
         else:
-            self._count(batch)
-            self._plain(batch.slot, batch.token)
+            self._take(batch, batch.slot, batch.token)
         self._flush()
         if self._slowed:
             self._note_lag()
@@ -229,10 +228,23 @@ class Steps:
         table = int(self._raw[choice.slot])
         return self.rows.join(choice.slot, choice.outlet.reply, *row, self._tables[table].itemsize, table)
 
-    def _count(self, batch: TokenBatch) -> None:
-        """Records with a token each: how many, when, and which exchanges have their first."""
-        now_ns, live = self._now_ns(), self._live
-        self._at_ns = now_ns
+    def _take(self, batch: TokenBatch, slots: Any, tokens: Any) -> None:
+        """Records with a token each; slots and tokens: of those that are nothing else. Rows are on their way before
+        anything is noted that nobody waits for."""
+        self._at_ns = self._now_ns()
+        self._computed[batch.slot] = batch.index + 1
+        ok = self._fast[tokens]
+        if self._raw_count:
+            ok |= self._raw[slots]  # a token's id needs no text
+        written = self.rows.push(slots, tokens, self._tables, ok) if len(slots) else ok
+        self._note(batch)
+        if not written.all():
+            slow = ~written
+            self._slow(slots[slow].tolist(), tokens[slow].tolist())
+
+    def _note(self, batch: TokenBatch) -> None:
+        """How many, when, and which exchanges have their first."""
+        now_ns, live = self._at_ns, self._live
         for slot in () if batch.steady else batch.slot[np.flatnonzero(batch.index == 0)].tolist():
             choice = self.slots.owner[slot]
             if choice is not None and not choice.exchange.first_ns:
@@ -240,19 +252,8 @@ class Steps:
                 exchange.first_ns = now_ns
                 exchange.account.first_step = batch.step
                 live.started(len(exchange.prompt_ids), exchange.cached, (now_ns - exchange.opened_ns) / 1e9)
-        self._computed[batch.slot] = batch.index + 1
         live.counts["generated"] += len(batch.slot)
         live.gaps.note(batch.slot, now_ns)
-
-    def _plain(self, slots: Any, tokens: Any) -> None:
-        """Records that are a token and nothing else."""
-        ok = self._fast[tokens]
-        if self._raw_count:
-            ok |= self._raw[slots]  # a token's id needs no text
-        written = self.rows.push(slots, tokens, self._tables, ok)
-        if not written.all():
-            slow = ~written
-            self._slow(slots[slow].tolist(), tokens[slow].tolist())
 
     def _slow(
         self, slots: Sequence[int], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
@@ -288,11 +289,8 @@ class Steps:
                     self._table.cached[choice.slot] = choice.exchange.cached
         counted = (flags & NO_TOKEN) == 0
         if counted.any():
-            tokens = batch.select(counted)
-            self._count(tokens)
-        plain = (flags & NOT_A_ROW) == 0
-        if plain.any():
-            self._plain(batch.slot[plain], batch.token[plain])
+            plain = (flags & NOT_A_ROW) == 0
+            self._take(batch.select(counted), batch.slot[plain], batch.token[plain])
         special = np.flatnonzero((flags & (NO_TOKEN | SILENT | HAS_LOGPROBS)) == HAS_LOGPROBS)
         if len(special):
             entries = [batch.logprobs[i] for i in special.tolist()]
