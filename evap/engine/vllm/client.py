@@ -6,7 +6,7 @@ until it would block.
 
 Rule 1: vLLM closes the sockets on the loop's thread when the engine has died; the loop watches a duplicate of the
         descriptor, so that a number that was closed and given out again is never watched.
-Rule 2: requests and aborts of one pass of the loop go out together, in order, at its end.
+Rule 2: requests and aborts of one pass of the loop go out together, in order, at its end; the first request at once.
 Rule 3: the engine answers an abort with silence. A call that follows it through the same queue is its confirmation.
 """
 
@@ -148,6 +148,8 @@ class CoreSeam:
 
     def add(self, request: Any) -> None:
         self._adds.append(request)
+        if not self._flushing:
+            self._flush()  # before the head of its answer is written: that wakes a client, which may take our core
         self._flush_soon()
 
     def abort(self, request_id: str) -> None:

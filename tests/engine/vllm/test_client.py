@@ -133,7 +133,22 @@ def test_a_cancel_stops_a_long_prefill_at_once(core: Live) -> None:
     assert result.ended_at - before[0] <= 6, "two steps, those whose tokens were under way, and its own end"
 
 
-def test_a_request_cancelled_in_the_same_pass_never_reaches_the_engine(core: Live) -> None:
+def test_the_first_request_of_a_pass_goes_out_at_once_and_the_others_at_its_end(core: Live) -> None:
+    left: list[int] = []
+
+    def go() -> None:
+        for slot in range(300, 303):
+            core.replica.submit(slot, 60_200, ask(n=1))
+            left.append(len(core.replica._seam._adds))
+
+    core.do(go)
+    core.generate(ask(n=8))
+    assert left == [0, 1, 2]
+    assert core.replica._seam._adds == []
+    assert core.replica.running == 0
+
+
+def test_requests_cancelled_in_the_same_pass_leave_nothing(core: Live) -> None:
     keys = [(slot, 60_100) for slot in range(10)]
 
     def go() -> None:
