@@ -35,7 +35,7 @@ class Pair(House):
         super().__init__()
         self.app = App(Config(), self.dispatch, Metrics("synthetic"), created_s=0, background=run_now)
         limits = ProtocolConfig(stream_buffer_bytes=1024, control_burst=100_000, control_per_s=1e6)
-        self.server = Http2Core(limits, peer="test", shared=Shared(), now_ns=0)
+        self.server = Http2Core(limits, peer="test", shared=Shared(admit=self.app.admit), now_ns=0)
         self.client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
         self.client.initiate_connection()
         self.client.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window})

@@ -1,12 +1,14 @@
-"""The kernels as a CPU library, built once a session into a directory of its own."""
+"""What is made once for many tests: the kernels as a CPU library, and a PostgreSQL server."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from evap.metering import build
+from tests.metering.postgres import Postgres, database
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +18,13 @@ def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EVAP_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "kernels"))
         return build.host_library()
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    """A server of its own for a file of tests; they are skipped where there is no PostgreSQL."""
+    pytest.importorskip("asyncpg", reason="needs asyncpg (the postgres extra)")
+    with database() as it:
+        if it is None:
+            pytest.skip("needs PostgreSQL's initdb and postgres (apt install postgresql)")
+        yield it

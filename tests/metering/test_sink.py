@@ -12,21 +12,12 @@ from evap.errors import StartupError
 from evap.metering import ledger, sink
 from evap.metering.sink import Sink
 from tests.clients.asking import eventually
-from tests.metering.postgres import Postgres, database
+from tests.metering.postgres import Postgres
 from tests.metering.rows import record
 from tests.support import TIME_FACTOR, running
 
 WAIT_S = 30.0 * TIME_FACTOR
 pytestmark = pytest.mark.postgres
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[Postgres]:
-    pytest.importorskip("asyncpg", reason="needs asyncpg (the postgres extra)")
-    with database() as it:
-        if it is None:
-            pytest.skip("needs PostgreSQL's initdb and postgres (apt install postgresql)")
-        yield it
 
 
 @pytest.fixture(autouse=True)

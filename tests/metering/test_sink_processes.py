@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,19 +10,10 @@ import pytest
 
 from tests.clients.asking import eventually
 from tests.many import ask, loops, numbers, records
-from tests.metering.postgres import Postgres, database
+from tests.metering.postgres import Postgres
 from tests.support import STOP_TIMEOUT_S, Server, running
 
 pytestmark = pytest.mark.postgres
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[Postgres]:
-    pytest.importorskip("asyncpg", reason="needs asyncpg (the postgres extra)")
-    with database() as it:
-        if it is None:
-            pytest.skip("needs PostgreSQL's initdb and postgres (apt install postgresql)")
-        yield it
 
 
 def ask_all(server: Server, count: int) -> None:
