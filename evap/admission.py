@@ -30,6 +30,7 @@ from typing import Final, Generic, TypeVar
 from evap.errors import Overloaded, RateLimited
 from evap.fair_queue import FairQueue
 from evap.shares import Shares
+from evap.turns import Turns
 
 T = TypeVar("T", bound=Hashable)
 
@@ -64,6 +65,11 @@ class _Entry(Generic[T]):
         self.stage = Stage.HAND
 
 
+def cost(n: int, tokens: int) -> int:
+    """Turns that a request is worth."""
+    return n + tokens // TOKENS_PER_TURN
+
+
 class Admission(Generic[T]):
     """max_requests, max_tokens: what may wait in all. counts: limit -> refusals, for /metrics."""
 
@@ -74,6 +80,7 @@ class Admission(Generic[T]):
         self._entries: dict[T, _Entry[T]] = {}
         self._queues: dict[Stage, FairQueue[_Entry[T]]] = {Stage.PROMPTS: FairQueue(), Stage.ENGINE: FairQueue()}
         self._shares = Shares[_Entry[T]](max_requests, max_tokens)
+        self._turns: Turns | None = None
         self._interval_ns = 0.0
         self._left_ns = 0
         self._departures = 0  # intervals since the queue was empty
@@ -86,6 +93,11 @@ class Admission(Generic[T]):
 
     def waiting(self, stage: Stage) -> int:
         return len(self._queues[stage])
+
+    def share(self, turns: Turns) -> None:
+        """Other processes serve the same callers."""
+        self._turns = turns
+        self._queues[Stage.ENGINE].elsewhere = turns.served_elsewhere
 
     # Who may wait
 
@@ -140,7 +152,7 @@ class Admission(Generic[T]):
 
     def join(self, item: T, flow: Hashable, level: int, tokens: int, n: int, stage: Stage) -> None:
         """Count an item, in a stage, whether there is room or not."""
-        entry = self._entries[item] = _Entry(item, flow, level, tokens, n + tokens // TOKENS_PER_TURN)
+        entry = self._entries[item] = _Entry(item, flow, level, tokens, cost(n, tokens))
         self.tokens += tokens
         self._enter(entry, stage)
 
@@ -151,6 +163,8 @@ class Admission(Generic[T]):
         self._shares.remove(entry.flow, entry, entry.level)
         if stage is Stage.ENGINE:
             self._departed(now_ns)
+            if self._turns is not None:
+                self._turns.serve(entry.flow, max(1, entry.cost))
         return entry.item
 
     def put(self, item: T, stage: Stage) -> None:

@@ -19,7 +19,8 @@ class Start(Message):
     """The first one. What the process is, and the descriptors that it has inherited.
 
     tcp: (host, port) to listen on with SO_REUSEPORT. listening: descriptors of sockets that all processes accept from.
-    accounts: descriptor of `SharedAccounts` and its rows; operations: of `SharedOperations`; tally: of its `Tally`.
+    accounts: descriptor of `SharedAccounts` and its rows; operations, turns: of `SharedOperations` and `Turns`;
+    tally: of its own `Tally`.
     secret: for cache salts. certificate: (certificate, key) in PEM, where the parent has made them.
     """
 
@@ -31,6 +32,7 @@ class Start(Message):
     accounts: int
     rows: int
     operations: int
+    turns: int
     secret: bytes
     certificate: tuple[bytes, bytes] | None = None
     tally: int = -1

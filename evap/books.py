@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import mmap
 import os
 import sqlite3
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from evap.metering.shared_operations import SIZE, SharedOperations
 from evap.metering.sink import Sink
 from evap.metrics import USAGE_FIELDS
 from evap.snapshot import Snapshot
+from evap.turns import Turns
 
 logger = logging.getLogger("evap.accounting")
 #: Keys that a key file may have once the server runs, at least.
@@ -58,6 +60,8 @@ class Books:
         self.operations_fd = make_memory("evap-operations", SIZE)
         self._accounts = SharedAccounts(self.accounts_fd, rows=self.rows, processes=self._processes, process=-1)
         self._operations = SharedOperations(self.operations_fd, -1)
+        self.turns_fd = make_memory("evap-turns", Turns.size(self._processes))
+        self._turns = mmap.mmap(self.turns_fd, Turns.size(self._processes))
         if self.folder is not None:
             self._open_folder(self.folder, known, wall_s)
         elif config.usage_sink:
@@ -86,7 +90,7 @@ class Books:
     @property
     def inherited(self) -> list[int]:
         """Descriptors for loop processes. The lock is among them: the directory is ours until the last one is gone."""
-        return [self.accounts_fd, self.operations_fd, *([self._lock] if self._lock is not None else [])]
+        return [self.accounts_fd, self.operations_fd, self.turns_fd, *([self._lock] if self._lock is not None else [])]
 
     def bury(self, number: int) -> list[Record]:
         """A loop process has ended: what it had open is settled, and what it held is free. The interrupted ones.
@@ -101,6 +105,7 @@ class Books:
             if record.operation:
                 self._operations.remember(record.key, record.operation, record.id)
         self._operations.bury(number)
+        Turns(memoryview(self._turns), process=number, processes=self._processes).bury()
         self._accounts.bury(number, recovery.tokens_by_key(interrupted))
         return interrupted
 

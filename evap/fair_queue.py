@@ -4,28 +4,35 @@ A flow is whoever shares are counted for (a key, an address). Rules:
 1. A flow pays after it is served: an entry of cost c gives it one turn and c - 1 turns that it misses (deficit round
    robin with debts in place of savings: a newcomer is served in its first turn, whatever its entry costs). A flow that
    owes turns stays in the ring until it has paid, so that leaving the queue for a moment gains nothing.
-2. A level that waits is overtaken by more urgent ones OVERTAKE times in a row at most: nobody starves.
-3. Everything but `pop` is O(1); `pop` is O(flows that owe + levels), and costs nothing while nobody waits.
+2. Turns that another process has given to a flow since it came are debts here, too, MOST of them at a time: who is
+   served everywhere has no more than who is served in one place.
+3. A level that waits is overtaken by more urgent ones OVERTAKE times in a row at most: nobody starves.
+4. Everything but `pop` is O(1); `pop` is O(flows that owe + levels), and costs nothing while nobody waits.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
 #: Entries of more urgent levels that may go before one that waits.
 OVERTAKE: Final = 16
+#: Turns that a flow owes for what it was given elsewhere.
+MOST: Final = 64
+
+Elsewhere = Callable[[Hashable], int]
 
 
 class _Flow(Generic[T]):
-    __slots__ = ("debt", "entries")
+    __slots__ = ("debt", "elsewhere", "entries")
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: int) -> None:
         self.debt = 0  # turns to miss
+        self.elsewhere = elsewhere  # turns given to it by others, of which we know
         self.entries: OrderedDict[T, int] = OrderedDict()  # -> cost
 
 
@@ -39,10 +46,10 @@ class _Level(Generic[T]):
         self.count = 0
         self.overtaken = 0
 
-    def add(self, entry: T, flow: Hashable, cost: int) -> None:
+    def add(self, entry: T, flow: Hashable, cost: int, elsewhere: Elsewhere | None) -> None:
         known = self.flows.get(flow)
         if known is None:
-            known = self.flows[flow] = _Flow()
+            known = self.flows[flow] = _Flow(elsewhere(flow) if elsewhere is not None else 0)
         known.entries[entry] = cost
         self.count += 1
 
@@ -52,12 +59,15 @@ class _Level(Generic[T]):
         self.count -= 1
         self._forget(flow, known)
 
-    def pop(self) -> T:
+    def pop(self, elsewhere: Elsewhere | None) -> T:
         """The next entry; there is one."""
         while True:
             for _ in range(len(self.flows)):
                 flow, state = next(iter(self.flows.items()))
                 self.flows.move_to_end(flow)
+                if elsewhere is not None and state.entries:
+                    known, state.elsewhere = state.elsewhere, elsewhere(flow)
+                    state.debt = max(state.debt, min(MOST, state.debt + state.elsewhere - known))
                 if state.debt:
                     state.debt -= 1
                     self._forget(flow, state)
@@ -98,11 +108,15 @@ class _Level(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Entries are hashable and different from each other. `len` is how many wait."""
+    """Entries are hashable and different from each other. `len` is how many wait.
 
-    __slots__ = ("_levels", "_order", "_where")
+    elsewhere: how many turns other processes have given to a flow, ever; None: there are none.
+    """
+
+    __slots__ = ("_levels", "_order", "_where", "elsewhere")
 
     def __init__(self) -> None:
+        self.elsewhere: Elsewhere | None = None
         self._levels: dict[int, _Level[T]] = {}
         self._order: list[int] = []  # the levels that have entries, most urgent (lowest) first
         self._where: dict[T, tuple[int, Hashable]] = {}
@@ -121,13 +135,13 @@ class FairQueue(Generic[T]):
         if found is None:
             found = self._levels[level] = _Level()
             bisect.insort(self._order, level)
-        found.add(entry, flow, cost)
+        found.add(entry, flow, cost, self.elsewhere)
         self._where[entry] = level, flow
 
     def pop(self) -> T:
         """Who is next. Raises IndexError when nobody waits."""
         level = self._choose()
-        entry = self._levels[level].pop()
+        entry = self._levels[level].pop(self.elsewhere)
         del self._where[entry]
         self._drop_empty(level)
         return entry

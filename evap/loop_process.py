@@ -34,6 +34,7 @@ from evap.protocol.tls import ServerTls
 from evap.server import Server, runner
 from evap.siblings import Siblings
 from evap.tally import SIZE, Tally
+from evap.turns import Turns
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -99,6 +100,12 @@ class LoopProcess(Server):
         identity.secret, identity.number = self._start.secret, self._start.number  # one prefix cache of a key
         self.app.join(self._siblings, self._loop.call_later)
         self.metrics.be_one_of_several()
+        start, size = self._start, Turns.size(self._start.count)
+        turns = Turns(
+            memoryview(mmap.mmap(start.turns, size)), process=start.number, processes=start.count, secret=start.secret,
+            one_engine=self._replica is not None,
+        )  # fmt: skip
+        self.dispatch.room.share(turns, self._loop.call_later)
         if self._replica is not None:
             self.metrics.running_limit = self.config.engine.max_running
 

@@ -140,7 +140,7 @@ class Parent:
         shared = [listener.sock.fileno() for listener in self.listeners]
         self._start = between.Start(
             0, self.count, shares(self.config, self.count), place, shared, self.books.accounts_fd, self.books.rows,
-            self.books.operations_fd, secret, self._certificate,
+            self.books.operations_fd, self.books.turns_fd, secret, self._certificate,
         )  # fmt: skip
         for number in range(self.count):
             self._spawn(number)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Final
 
-from evap.admission import OCTETS_PER_TOKEN, Admission, Stage, share_used
+from evap.admission import OCTETS_PER_TOKEN, Admission, Stage, cost, share_used
 from evap.config import EngineConfig
 from evap.errors import DeadlineExceeded, EvapError
 from evap.exchange import Exchange
 from evap.messages import Prompt
 from evap.protocol.limits import network_of
 from evap.slots import SlotTable
+from evap.turns import Turns
 
 #: prompts in bodies shorter than this are tokenized on the loop: a thread switch would cost more
 INLINE_BODY_BYTES: Final = 8 << 10
@@ -30,6 +31,8 @@ STARTS_PER_PASS: Final = 16
 SURELY_LATE: Final = 2
 #: One place in so many is given to the engine beyond what it runs.
 AHEAD: Final = 8
+#: Between two looks at what other processes have in the engine, while somebody waits here.
+LOOK_S: Final = 0.01
 
 InPool = Callable[[Callable[[], Any], Callable[[Any], None]], None]
 
@@ -54,8 +57,16 @@ class WaitingRoom:
         self._tokenizing = 0
         self._prompts: dict[Exchange, Prompt] = {}  # of those that were tokenized before their place was free
         self._pumping = False
+        self._turns: Turns | None = None  # of several processes
+        self._later: Callable[[float, Callable[[], None]], object] = lambda seconds, work: None
+        self._looking = False
         self.places = 0
         self.engine_runs(config.max_running)
+
+    def share(self, turns: Turns, later: Callable[[float, Callable[[], None]], object]) -> None:
+        """Other processes fill the same places, and serve the same callers."""
+        self._turns, self._later = turns, later
+        self.line.share(turns)
 
     def engine_runs(self, generations: int) -> None:
         """How many the engine runs at once. A request of many choices may exceed the places, never the slots."""
@@ -71,7 +82,10 @@ class WaitingRoom:
         """After `check`, and with nothing in between that waits."""
         direct, tokens = self._direct(pooled), octets // OCTETS_PER_TOKEN
         if direct and not pooled:
+            if self._turns is not None:
+                self._turns.serve(flow, cost(exchange.request.n, tokens))
             self._prepare(exchange)
+            self._look_around()
             return
         if not self._make_room(exchange, flow, tokens, direct=direct):
             return
@@ -80,6 +94,7 @@ class WaitingRoom:
         self.line.join(exchange, flow, exchange.priority, tokens, exchange.request.n, stage)
         if at_once:
             self._to_pool(exchange)
+        self._look_around()
 
     def hold(self, exchange: Exchange, flow: Hashable, octets: int) -> None:
         """The same for one whose prompt is tokenized elsewhere, in an order of its own; `deliver` brings it."""
@@ -96,6 +111,7 @@ class WaitingRoom:
         else:
             self._prompts[exchange] = result
             self.line.put(exchange, Stage.ENGINE)
+        self._look_around()
 
     def _make_room(self, exchange: Exchange, flow: Hashable, tokens: int, *, direct: bool) -> bool:
         """False: there is none for it, and it has been refused."""
@@ -130,17 +146,19 @@ class WaitingRoom:
 
     def pump(self) -> None:
         """Places have become free."""
+        self._look_around()
         if self._pumping or not self.line.waiting(Stage.ENGINE):
             return
         self._pumping = True  # a place that is given back at once must not start another loop in this one
         try:
             for _ in range(STARTS_PER_PASS):
-                if not self.line.waiting(Stage.ENGINE) or self._slots.size - self._slots.free >= self.places:
+                if not self.line.waiting(Stage.ENGINE) or self._full():
                     return
                 self._start(self.line.take(Stage.ENGINE, self._now_ns()))
             self._soon(self.pump)
         finally:
             self._pumping = False
+            self._look_around()
 
     def _start(self, exchange: Exchange) -> None:
         self.line.leave(exchange)
@@ -152,7 +170,27 @@ class WaitingRoom:
 
     def _place(self) -> bool:
         """There is a place in the engine, and nobody waits for it."""
-        return self._slots.size - self._slots.free < self.places and not self.line.waiting(Stage.ENGINE)
+        return not self._full() and not self.line.waiting(Stage.ENGINE)
+
+    def _full(self) -> bool:
+        """All places are taken, here or elsewhere. An even part of them is ours, whatever the others have."""
+        own = self._slots.size - self._slots.free
+        if own >= self.places or self._turns is None:
+            return own >= self.places
+        return own >= max(1, self.places // self._turns.processes) and own + self._turns.held_elsewhere() >= self.places
+
+    def _look_around(self) -> None:
+        """Tell the others what we have; while somebody waits here, see from time to time what they have."""
+        if self._turns is None:
+            return
+        self._turns.hold(self._slots.size - self._slots.free)
+        if not self._looking and self.line.waiting(Stage.ENGINE):
+            self._looking = True
+            self._later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        self.pump()
 
     def _pool_is_free(self) -> bool:
         return self._tokenizing < POOL_AT_ONCE and not self.line.waiting(Stage.PROMPTS)

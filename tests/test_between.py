@@ -15,9 +15,9 @@ INFO = EngineInfo(engine="torch", device="cpu", dtype="float32", max_model_len=9
 
 def test_everything_that_is_said_arrives_as_it_was() -> None:
     config = Config(engine=EngineConfig(vllm_arg=("a=b",), synthetic_step_ms=0), meter=MeterConfig(data_dir="/x"))
-    start = between.Start(1, 2, config, ("127.0.0.1", 80), [4, 5], 6, 1024, 7, b"secret", (b"cert", b"key"))
-    told = [start, between.Engine("ready", "line"), between.Signal(15), between.Question(1, "usage", "id"),
-            between.Answer(2, b"data")]  # fmt: skip
+    start = between.Start(1, 2, config, ("127.0.0.1", 80), [4, 5], 6, 1024, 7, 8, b"secret", (b"cert", b"key"))
+    told = [start, between.Engine("ready", "line"), between.Signal(15), between.Behind("why"),
+            between.Question(1, "usage", "id"), between.Answer(2, b"data")]  # fmt: skip
     asked = [between.Up("m", True, INFO), between.Want({"page": "x"}), between.Want(None),
              between.Question(3, "metrics"), between.Answer(4, b"")]  # fmt: skip
 

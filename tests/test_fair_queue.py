@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from evap.fair_queue import OVERTAKE, FairQueue
+from evap.fair_queue import MOST, OVERTAKE, FairQueue
+from evap.turns import Turns
 
 
 def everything(queue: FairQueue[int]) -> list[int]:
@@ -192,3 +193,48 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
+
+
+def two(waiting: dict[str, tuple[int, int]], pops: int) -> Counter[str]:
+    """Two processes that serve in turn. waiting: flow -> how many in each. What was served of each."""
+    memory = memoryview(bytearray(Turns.size(2)))
+    turns = [Turns(memory, process=n, processes=2) for n in range(2)]
+    queues = [FairQueue[tuple[str, int]]() for _ in range(2)]
+    for queue, of in zip(queues, turns, strict=True):
+        queue.elsewhere = of.served_elsewhere
+    for flow, counts in waiting.items():
+        for queue, many in zip(queues, counts, strict=True):
+            for number in range(many):
+                queue.push((flow, number), flow, 0)
+    served: Counter[str] = Counter()
+    for pop in range(pops):
+        place = pop % 2 if queues[pop % 2] else 1 - pop % 2
+        flow, _ = queues[place].pop()
+        turns[place].serve(flow, 1)
+        served[flow] += 1
+    return served
+
+
+def test_who_is_served_in_two_processes_has_no_more_than_who_is_served_in_one() -> None:
+    assert two({"hog": (100, 100), "one": (60, 0)}, 100)["one"] >= 49
+    assert two({"hog": (100, 100), "one": (0, 60), "other": (60, 0)}, 99)["hog"] <= 36
+
+
+def test_nobody_waits_for_what_the_others_do_not_want() -> None:
+    assert two({"hog": (10, 10)}, 20) == {"hog": 20}
+    assert two({"hog": (50, 50), "one": (5, 0)}, 105) == {"hog": 100, "one": 5}
+
+
+def test_who_owes_much_elsewhere_is_served_all_the_same() -> None:
+    """Whose row is another's, too (by chance), waits for MOST turns at a time, not for ever."""
+    queue = FairQueue[int]()
+    given = iter(range(0, 1 << 30, 1000))
+    queue.elsewhere = lambda flow: next(given) if flow == "unlucky" else 0
+    queue.push(-1, "unlucky", 0)
+    for number in range(10 * MOST):
+        queue.push(number, "lucky", 0)
+    popped: list[int] = []
+    queue.elsewhere = lambda flow: 1000 * (flow == "unlucky")
+    while -1 not in popped:
+        popped.append(queue.pop())
+    assert len(popped) <= MOST + 2

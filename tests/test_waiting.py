@@ -12,6 +12,8 @@ import pytest
 from evap.errors import Draining, Overloaded, RateLimited
 from evap.messages import GenerateRequest, ReplicaState
 from evap.protocol.api.router import dialects
+from evap.turns import Turns
+from evap.waiting import LOOK_S
 from tests.fakes import FakeReply, head
 from tests.test_dispatch import House
 
@@ -268,3 +270,45 @@ def test_a_long_wait_shows_life(line: Line) -> None:
     line.loop.run()
     assert streamed.reasons() == [(0, "length")]
     assert whole.status == 200
+
+
+def lines(count: int, **engine: Any) -> list[Line]:
+    """Processes that fill one engine."""
+    memory = memoryview(bytearray(Turns.size(count)))
+    found = [Line(**engine) for _ in range(count)]
+    for number, it in enumerate(found):
+        it.dispatch.room.share(Turns(memory, process=number, processes=count), it.loop.call_later)
+    return found
+
+
+def test_places_that_another_process_has_taken_are_taken() -> None:
+    one, other = lines(2, max_running=8, synthetic_tokens=50)
+    for number in range(20):
+        one.send(f"a{number}", max_tokens=50)
+    assert (len(one.started), one.waiting) == (9, 11)  # eight, and one ahead
+    for number in range(20):
+        other.send(f"b{number}", max_tokens=50)
+    assert (len(other.started), other.waiting) == (4, 16)  # an even part, whatever the first one has
+    one.loop.run()
+    assert (len(one.started), one.waiting) == (20, 0)
+    assert len(other.started) == 4
+    other.loop.run(LOOK_S)  # it looks around while somebody waits
+    assert len(other.started) >= 9
+    other.loop.run()
+    assert (len(other.started), other.waiting) == (20, 0)
+    one.send("late", max_tokens=2)
+    assert one.started[-1] == "late"
+
+
+def test_a_caller_owes_the_turns_that_another_process_gave_him() -> None:
+    one, other = lines(2)
+    for it in (one, other):
+        for number in range(30):
+            it.send(f"hog{number}", "10.0.0.1:1")
+    for number in range(30):
+        one.send(f"one{number}", "10.0.0.2:1")
+    for _ in range(40):
+        other.loop.run(0.01)
+        one.loop.run(0.01)
+    both = one.started[:20] + other.started[:20]
+    assert 15 <= sum(name.startswith("one") for name in both) <= 20
