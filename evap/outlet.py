@@ -6,7 +6,7 @@ its own stream.
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from typing import Final
 
 import msgspec
@@ -19,17 +19,23 @@ from evap.protocol.events import HeaderList, Reply, RequestHead
 #: of a pushed answer, and of the same answer fetched again
 BLOCK_HEADERS: Final = ((b"content-type", STREAM_TYPE), (b"cache-control", b"private, max-age=60"))
 
+_MARK: Final = 3  # numbers of one mark
+_STALE: Final = 64 * _MARK  # of them are settled before their memory is given back
+
 
 class Outlet:
     """A reply, and what of it was delivered."""
 
-    __slots__ = ("_marks", "_queued", "reply")
+    __slots__ = ("_at", "_choices", "_marks", "_queued", "reply")
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
         self._queued = 0  # body bytes given to the reply
-        # (queued bytes, choice, tokens) not yet known delivered
-        self._marks: deque[tuple[int, ChoiceRun, int]] = deque()
+        # Not yet known delivered, from `_at` on: queued bytes, the choice's index, tokens; and again. A slow reader has
+        # hundreds of them, so they are numbers and no objects.
+        self._marks = array("q")
+        self._at = 0
+        self._choices: dict[int, ChoiceRun] = {}
 
     def send(self, data: bytes) -> None:
         if data:
@@ -44,22 +50,34 @@ class Outlet:
         """The bytes sent so far complete `tokens` more tokens of the choice."""
         choice.unmarked = 0
         choice.marked += tokens
-        self._marks.append((self._queued, choice, tokens))
+        if not self._marks and not self.reply.buffered:
+            choice.delivered += tokens
+            return
+        self._choices[choice.index] = choice
+        self._marks.extend((self._queued, choice.index, tokens))
         self.settle()
 
     def settle(self) -> None:
         """Tokens whose last byte has been taken by the transport are delivered."""
-        gone = self._queued - self.reply.buffered
-        while self._marks and self._marks[0][0] <= gone:
-            _, choice, tokens = self._marks.popleft()
-            choice.delivered += tokens
+        marks, at = self._marks, self._at
+        if not marks:
+            return
+        gone, size = self._queued - self.reply.buffered, len(marks)
+        while at < size and marks[at] <= gone:
+            self._choices[marks[at + 1]].delivered += marks[at + 2]
+            at += _MARK
+        if at == size or at >= _STALE:
+            del marks[:at]
+            at = 0
+        self._at = at
 
     def lose(self) -> None:
         """What is queued now is thrown away: never delivered."""
         self.settle()
-        for _, choice, tokens in self._marks:
-            choice.marked -= tokens
-        self._marks.clear()
+        for at in range(self._at, len(self._marks), _MARK):
+            self._choices[self._marks[at + 1]].marked -= self._marks[at + 2]
+        del self._marks[:]
+        self._at = 0
 
 
 class Offer:

@@ -172,22 +172,22 @@ class Outbox:
             opened.append(stream)
 
 
-def take(queue: deque[bytes], size: int) -> bytes:
+def take(queue: deque[bytes | bytearray | memoryview], size: int) -> bytes:
     """The first `size` octets of the queue, which has at least that many."""
     first = queue[0]
     if len(first) == size:
         return bytes(queue.popleft())
     if len(first) > size:
         view = memoryview(first)
-        queue[0] = view[size:]  # type: ignore[assignment]  # a view: a large body is not copied once per frame
+        queue[0] = view[size:]  # a view: a large body is not copied once per frame
         return bytes(view[:size])
     parts = []
     while size:
         first = queue.popleft()
         if len(first) > size:
             view = memoryview(first)
-            queue.appendleft(view[size:])  # type: ignore[arg-type]
-            first = view[:size]  # type: ignore[assignment]
+            queue.appendleft(view[size:])
+            first = view[:size]
         size -= len(first)
         parts.append(first)
     return b"".join(parts)

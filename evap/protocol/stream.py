@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from evap.protocol import hpack_out
 from evap.protocol.events import HeaderList, Keep, Reply, RequestHead
-from evap.protocol.limits import to_ns
+from evap.protocol.limits import MAX_DATA_FRAME, to_ns
 from evap.protocol.priority import DEFAULT_URGENCY
 from evap.protocol.spool import Body, Spool
 
@@ -155,7 +155,7 @@ class Stream:
         self.no_body = False  # HEAD, 204, 304
         self.ended = False
         self.trailers = b""  # encoded
-        self.queue: deque[bytes] = deque()
+        self.queue: deque[bytes | bytearray | memoryview] = deque()
         self.buffered = 0
         self.queued = False  # in the outbox's ring
         self.waited = False  # buffered was above zero at the end of a flush
@@ -211,9 +211,24 @@ class Stream:
             return
         if self.on_rows:
             self.core.leave_rows(self)
-        self.queue.append(data)
+        if self.waited:
+            self._append(data)
+        else:
+            self.queue.append(data)
         self.buffered += len(data)
         self.core.enqueue(self)
+
+    def _append(self, data: bytes) -> None:
+        """To what a slow reader has not taken: one piece of many events, because an object for each costs a third of
+        what is in it."""
+        queue = self.queue
+        last = queue[-1] if queue else None
+        if type(last) is bytearray and len(last) < MAX_DATA_FRAME:
+            last += data
+        else:
+            if last:
+                queue[-1] = bytes(last)  # what it has grown in advance is an eighth
+            queue.append(bytearray(data) if len(data) < MAX_DATA_FRAME else data)
 
     def end(self, trailers: HeaderList = ()) -> None:
         """Raises headers.BadHeader for a bad trailer of ours, and nothing has happened then."""

@@ -107,7 +107,7 @@ def test_readers_slower_than_the_engine(start_server: Callable[..., Server]) -> 
         eventually(lambda: gauge(server, "evap_open_exchanges") >= 50, "the streams did not arrive")
         eventually(running(server, 0), "the engine waits for a reader", 6 * SOON_S)
         grown = gauge(server, "process_resident_memory_bytes") - before
-        assert grown < 20 << 20, grown  # 50 x 570 KB of events were made
+        assert grown < 10 << 20, grown  # 50 x 570 KB of events were made; 200 streams of 8,000 tokens take 19 MB
         assert gauge(server, "evap_open_exchanges") >= 50, "somebody was cut off"
     finally:
         peer.socket.close()

@@ -18,13 +18,36 @@ from tests.protocol.joined import Joined, Raw
 
 @given(st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=10), st.data())
 def test_take(chunks: list[bytes], data: st.DataObject) -> None:
-    queue, whole, got = deque(chunks), b"".join(chunks), b""
+    kinds = data.draw(st.lists(st.sampled_from([bytes, bytearray, memoryview]), min_size=10, max_size=10))
+    queue: deque[bytes | bytearray | memoryview] = deque(
+        kind(chunk) for kind, chunk in zip(kinds, chunks, strict=False)
+    )
+    whole, got = b"".join(chunks), b""
     while len(got) < len(whole):
         piece = take(queue, data.draw(st.integers(1, len(whole) - len(got))))
         assert type(piece) is bytes
         got += piece
     assert got == whole
     assert not queue
+
+
+def test_what_a_slow_reader_has_not_taken_is_one_piece_of_many_events() -> None:
+    joined = Joined(client={4: 100})
+    sid = joined.request()
+    reply = joined.reply(sid)
+    reply.start(200, [])
+    events = [b"event %05d of many;" % n * 10 for n in range(300)]
+    for event in events:
+        reply.send(event)
+        joined.pump()
+    queue = joined.core.streams[sid].queue
+    assert len(queue) <= 2 + sum(map(len, events)) // MAX_DATA_FRAME
+    assert sum(map(len, queue)) == reply.buffered
+    reply.end()
+    joined.client.increment_flow_control_window(1 << 20, sid)
+    joined.client.increment_flow_control_window(1 << 20)
+    joined.pump()
+    assert joined.received(sid) == b"".join(events)
 
 
 def test_windows_of_one_octet_deliver_every_octet() -> None:
