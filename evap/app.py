@@ -61,7 +61,7 @@ class App:
         created_s: int,
         background: Background,
         structured_output: bool = False,
-        hung: Callable[[], bool] = lambda: False,
+        hung: Callable[[], str] = str,
     ) -> None:
         self._config = config
         self._dispatch = dispatch

@@ -6,6 +6,8 @@ Memory layout, little-endian u64 words (`metering/kernels.cu` writes the same; a
     word 1      version << 32 | capacity               | line 0, written by the producer
     word 2      head: records produced so far         /
     word 3      share of the engine's KV cache that generations hold, in 2^-32 (engines that know it)
+    word 4      beats: parts of steps that were computed so far, a layer each (engines that say it)
+    word 5      when the step began that is being computed (CLOCK_MONOTONIC, ns); 0: none is
     word 8      tail: records consumed so far         -- line 1, written by the consumer
     word 16...  capacity records of four words (32 bytes)
 
@@ -44,6 +46,8 @@ WORD_MAGIC: Final = 0
 WORD_SHAPE: Final = 1  # version << 32 | capacity
 WORD_HEAD: Final = 2
 WORD_KV_USAGE: Final = 3
+WORD_BEATS: Final = 4
+WORD_STEP_SINCE: Final = 5
 WORD_TAIL: Final = 8
 WORD_RECORDS: Final = 16
 TAG_CYCLE: Final = (1 << 32) - 1
@@ -157,6 +161,14 @@ class RingWriter:
         """0..1, for whoever reads the ring."""
         self._cells[WORD_KV_USAGE] = int(share * (1 << 32))
 
+    def beat(self) -> None:
+        """A part of a step is computed."""
+        self._cells[WORD_BEATS] += 1
+
+    def tell_step(self, since_ns: int) -> None:
+        """A step begins now; 0: it has ended."""
+        self._cells[WORD_STEP_SINCE] = since_ns
+
     def write(self, slot: Ints, generation: Ints, token: Ints, index: Ints, flags: Ints, step: int) -> None:
         """Append one record per element, in order, then publish the head.
 
@@ -213,6 +225,16 @@ class RingReader:
     def kv_usage(self) -> float:
         """What the producer told last."""
         return self._cells[WORD_KV_USAGE] / (1 << 32)
+
+    @property
+    def beats(self) -> int:
+        """Moves while a step is computed."""
+        return self._cells[WORD_BEATS]
+
+    @property
+    def step_since_ns(self) -> int:
+        """When the step began that is being computed; 0: none is."""
+        return self._cells[WORD_STEP_SINCE]
 
     def _move(self, position: int) -> None:
         self.position = position

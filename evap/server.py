@@ -187,7 +187,7 @@ class Server:
             limits=numbers.counts(metrics.LIMITS[0], dispatch.LIMITS),
         )  # fmt: skip
         self.app = App(
-            config, self.dispatch, self.metrics, created_s=int(time.time()), hung=lambda: self.heartbeat.hung,
+            config, self.dispatch, self.metrics, created_s=int(time.time()), hung=self._hung,
             structured_output=built.engine == "vllm",
             background=lambda work, back: self._in_thread(self._readers, work, back),
         )  # fmt: skip
@@ -289,16 +289,18 @@ class Server:
             dispatch, now_ns = self.dispatch, time.monotonic_ns()
             working = dispatch.steps.slots.free < dispatch.steps.slots.size
             progress = dispatch.steps.batches + (dispatch.accounting.pages.progress if dispatch.accounting.pages else 0)
+            progress += getattr(dispatch.replica, "beats", 0)
             if self.heartbeat.look(progress, working=working, now_ns=now_ns):
-                logger.error(
-                    "the engine %s", "has work and makes no progress" if self.heartbeat.hung else "moves again"
-                )
+                logger.error("%s", self._hung() or "the engine moves again")
             if dispatch.accounting.energy is not None:
                 for exchange in dispatch.open:
                     dispatch.steps.counts(exchange)
             dispatch.accounting.tick(list(dispatch.open))
             dispatch.upkeep.overdue()
             dispatch.blocks.sweep()
+
+    def _hung(self) -> str:
+        return self.heartbeat.trouble(time.monotonic_ns(), getattr(self.dispatch.replica, "step_since_ns", None))
 
     def _signalled(self, number: signal.Signals) -> None:
         if self._stop.is_set():

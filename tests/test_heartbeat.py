@@ -18,6 +18,17 @@ def test_work_without_progress_is_a_hang_and_ends_with_progress() -> None:
     assert not it.hung
 
 
+def test_what_is_said_of_a_hang() -> None:
+    it = Heartbeat(10 * S)
+    it.look(5, working=True, now_ns=100 * S)
+    assert it.trouble(105 * S, 0) == ""
+    it.look(5, working=True, now_ns=111 * S)
+    said = "the engine has work and makes no progress for 11 s"
+    assert it.trouble(111 * S, None) == said
+    assert it.trouble(111 * S, 0) == f"{said}: between two steps"
+    assert it.trouble(111 * S, 98 * S) == f"{said}: in one step for 13 s (if that is long: --hang-timeout)"
+
+
 def test_an_idle_engine_and_a_saturated_one_do_not_hang() -> None:
     it = Heartbeat(10 * S)
     for second in range(0, 100, 5):

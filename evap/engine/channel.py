@@ -161,6 +161,16 @@ class RingReplica:
         """Share of the KV cache that generations hold, as of the last step; 0 without an engine."""
         return self._channel.ring.kv_usage if self._channel is not None else 0.0
 
+    @property
+    def beats(self) -> int:
+        """Moves while the engine computes, also inside of a step."""
+        return self._channel.ring.beats if self._channel is not None else 0
+
+    @property
+    def step_since_ns(self) -> int:
+        """When the step began that the engine computes; 0: none."""
+        return self._channel.ring.step_since_ns if self._channel is not None else 0
+
     def check(self, sampling: SamplingParams, prompt_ids: Sequence[int]) -> None:
         """Nothing beyond check_request."""
 

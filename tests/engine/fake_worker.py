@@ -19,7 +19,7 @@ from evap.engine.torch.worker import main
 from evap.errors import StartupError
 from evap.messages import HAS_LOGPROBS, META, NO_TOKEN, EngineInfo, Finish, GenerateRequest, TokenLogprobs
 
-COUNT, EXIT, HANG, RAISE, OUT_OF_MEMORY, FOREVER = 1, 2, 3, 4, 5, 6
+COUNT, EXIT, HANG, RAISE, OUT_OF_MEMORY, FOREVER, LONG = 1, 2, 3, 4, 5, 6, 7
 INFO = EngineInfo(engine="torch", device="cpu", dtype="float32", max_model_len=99, vocab_size=99, max_running=4)
 
 
@@ -54,6 +54,9 @@ class FakeEngine:
         if found is not None:
             self._out.add(slot, generation, 0, found[1], Finish.CANCELLED | NO_TOKEN)
 
+    def beats(self, beat: Callable[[], None]) -> None:
+        self._beat = beat
+
     def attach(self, base: int, meter: Spec | None) -> None: ...
     def detach(self, base: int) -> None: ...
 
@@ -78,6 +81,10 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == HANG:
             time.sleep(3600)
+        elif what == LONG:  # a step of many layers
+            for _ in range(10):
+                time.sleep(0.02)
+                self._beat()
         elif what == RAISE:
             raise ValueError("a bug")
         elif what == OUT_OF_MEMORY:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -130,6 +131,25 @@ def test_the_share_of_the_cache_that_is_held_is_told_with_each_step() -> None:
         replica.cancel(0, 0)
         await listener.end(0, 0)
         assert replica.kv_usage == 0
+
+    run(test)
+
+
+def test_a_long_step_is_told_while_it_lasts() -> None:
+    async def test(replica: TorchReplica, listener: Listener) -> None:
+        assert (replica.beats, replica.step_since_ns) == (0, 0)
+        began = time.monotonic_ns()
+        replica.submit(1, 1, request(fake_worker.LONG, 1))
+        seen: set[tuple[int, bool]] = set()
+        while (1, 1) not in listener.ends:
+            seen.add((replica.beats, began <= replica.step_since_ns <= time.monotonic_ns()))
+            await asyncio.sleep(0.005)
+        assert len({beats for beats, inside in seen if inside}) > 3, "it moves inside of the step"
+        assert replica.beats == 10
+        await listener.until(lambda: not replica.step_since_ns)
+        os.kill(replica.pid or 0, signal.SIGKILL)
+        await listener.until(lambda: ReplicaState.FAILED in listener.states)
+        assert (replica.beats, replica.step_since_ns) == (0, 0)
 
     run(test)
 

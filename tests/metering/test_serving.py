@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +136,11 @@ def test_a_stopped_engine_process(tmp_path: Path) -> None:
                 engine.suspend()
                 try:
                     ready(http, 503)
-                    assert http.get("/ready").json()["status"] == "hung"
+                    body = http.get("/ready").json()
+                    assert body["status"] == "hung"
+                    assert re.search(
+                        r"no progress for \d+ s: (in one step for \d+ s|between two steps)", body["trouble"]
+                    )
                     assert http.get("/health").status_code == 200
                 finally:
                     engine.resume()
@@ -150,6 +156,22 @@ def test_a_prefill_that_takes_longer_than_the_time_out(tmp_path: Path) -> None:
     flags = ("--hang-timeout", "0.2", "--prefill-chunk", "16", "--threads", "1", "--token-cache-mb", "0")
     with running(model, *flags, engine="torch") as server, client(server) as http:
         http.post("/v1/chat/completions", json=chat("x" * 3900, max_tokens=1)).raise_for_status()
+        assert "makes no progress" not in server.log
+
+
+def test_a_step_that_takes_longer_than_the_time_out(tmp_path: Path) -> None:
+    """All of a prompt in one step: its layers are the engine's progress."""
+    pytest.importorskip("torch", reason="needs torch")
+    model = str(tiny_llama.build(tmp_path / "model", layers=40, letters=True))
+    flags = ("--hang-timeout", "0.3", "--prefill-chunk", "4096", "--threads", "1", "--token-cache-mb", "0")
+    with running(model, *flags, engine="torch") as server, client(server) as http, client(server) as other:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(http.post, "/v1/chat/completions", json=chat("x" * 3900, max_tokens=1))
+            began = time.monotonic()
+            while not asked.done():
+                assert other.get("/ready").status_code == 200
+        assert time.monotonic() - began > 0.6, "the step took no longer than the time-out: it proves nothing"
+        asked.result().raise_for_status()
         assert "makes no progress" not in server.log
 
 

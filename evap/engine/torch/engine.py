@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -83,6 +83,10 @@ class Engine:
         """Share of the KV cache that generations hold; what is kept for later ones is free (as vLLM counts it)."""
         pool = self.scheduler.pool
         return 1.0 - pool.free / pool.count
+
+    def beats(self, beat: Callable[[], None]) -> None:
+        """Call `beat` after each layer that was computed (on a GPU: given to it, which waits when it is far behind)."""
+        self._loaded.model.beat = beat
 
     def warm_up(self) -> None:
         """Run a prefill and a few decoding steps: the first of each shape prepares kernels."""

@@ -162,6 +162,18 @@ class Links:
         for link in self.others.values():
             link.ring.tell_kv_usage(share)
 
+    def beat(self) -> None:
+        """A layer is computed: in every ring's header."""
+        self.parent.ring.beat()
+        for link in self.others.values():
+            link.ring.beat()
+
+    def tell_step(self, since_ns: int) -> None:
+        """A step begins (0: has ended): in every ring's header."""
+        self.parent.ring.tell_step(since_ns)
+        for link in self.others.values():
+            link.ring.tell_step(since_ns)
+
     def drop(self, link: Link) -> None:
         self._poll.unregister(link)
         del self.others[link.base]

@@ -23,6 +23,7 @@ class Model:
         self._weights = weights
         self._cache = cache
         self._rotary = rotary
+        self.beat: Callable[[], None] = lambda: None  #: called after each layer
 
     def forward(self, tokens: Tensor, plan: Plan, variants: Sequence[int], rows: Tensor | None) -> Tensor:
         """`hidden` and `logits` in one."""
@@ -40,6 +41,7 @@ class Model:
             x = layer.output.plus(self._cache.attend(number, qkv, self._config.heads, plan), x)
             y = layer.post_norm(x)
             x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
+            self.beat()
         return self._weights.norm(x if rows is None else x.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -54,6 +54,10 @@ class Core(Protocol):
 
     def submit(self, slot: int, generation: int, request: GenerateRequest) -> None: ...
     def cancel(self, slot: int, generation: int) -> None: ...
+    def beats(self, beat: Callable[[], None]) -> None:
+        """Call `beat` whenever a part of a step is computed: a step may take minutes."""
+        ...
+
     def attach(self, base: int, meter: Spec | None) -> None:
         """Another process submits from now on, with `base` added to its slots, and has this page for them."""
         ...
@@ -106,6 +110,7 @@ def serve(link: Link, build: Build) -> None:
 def run(engine: Core, links: Links) -> None:
     """Take commands, step, publish."""
     patience = Patience()
+    engine.beats(links.beat)
     while True:
         for link, message in links.receive(wait=engine.idle):
             if isinstance(message, wire.Stop):
@@ -115,7 +120,9 @@ def run(engine: Core, links: Links) -> None:
             time.sleep(FULL_RING_S)  # a reader is behind: a step now could overrun it
         elif not engine.idle:
             begin = time.monotonic_ns()
+            links.tell_step(begin)
             records = _step(engine)
+            links.tell_step(0)
             engine.pace(time.monotonic_ns() - begin)
             links.tell_kv_usage(engine.kv_usage)
             publish_all(records, engine.steps, links)

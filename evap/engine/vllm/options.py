@@ -47,10 +47,12 @@ FLAGS: Final[dict[str, str]] = {
     "generation_config": "generation_config",
 }
 WORKER: Final = "evap.engine.vllm.worker.Meter"
-#: by whether the engine schedules asynchronously
+#: by the token path, and whether the engine schedules asynchronously
 SCHEDULERS: Final = {
-    False: "evap.engine.vllm.scheduler.RingScheduler",
-    True: "evap.engine.vllm.scheduler.AsyncRingScheduler",
+    ("core", False): "evap.engine.vllm.usage.TellingScheduler",
+    ("core", True): "evap.engine.vllm.usage.AsyncTellingScheduler",
+    ("scheduler", False): "evap.engine.vllm.scheduler.RingScheduler",
+    ("scheduler", True): "evap.engine.vllm.scheduler.AsyncRingScheduler",
 }
 
 
@@ -254,17 +256,21 @@ def engine_config(config: EngineConfig, model: Path, shared: Shared | None, gpus
         vllm_config = args.create_engine_config(usage_context=names.UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, NotImplementedError, OSError, RuntimeError) as e:  # vLLM's checks of a configuration
         raise StartupError(f"vLLM refuses this configuration: {_first_line(e)}") from e
-    if config.token_path == "scheduler":  # noqa: S105  # a way for tokens, not a secret
-        choose_scheduler(vllm_config.scheduler_config)
+    if shared is not None:
+        choose_scheduler(vllm_config.scheduler_config, config.token_path)
     return vllm_config
 
 
-def choose_scheduler(scheduler_config: Any) -> None:
-    """Our scheduler in place of vLLM's, derived from the one that vLLM would take.
+def choose_scheduler(scheduler_config: Any, path: str) -> None:
+    """Our scheduler in place of vLLM's, derived from the one that vLLM would take. Where that is a special one (of
+    diffusion models), tokens cannot take the ring, and nothing is said of the KV cache.
 
     To be called on the complete configuration: a scheduler named earlier can switch async scheduling off.
     """
-    scheduler_config.scheduler_cls = SCHEDULERS[bool(scheduler_config.async_scheduling)]
+    if scheduler_config.scheduler_cls is None:
+        scheduler_config.scheduler_cls = SCHEDULERS[path, bool(scheduler_config.async_scheduling)]
+    elif path == "scheduler":
+        raise StartupError(f"vLLM wants its {scheduler_config.scheduler_cls} here", remedy="--token-path core")
 
 
 def _first_line(error: BaseException) -> str:

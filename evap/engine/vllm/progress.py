@@ -19,6 +19,8 @@ LINES: Final = (
     (r"Graph capturing finished in (\d+) secs", "CUDA graphs captured in {0} s"),
     (r"init engine .* took ([\d.]+) s", "engine initialised in {0} s"),
 )
+#: A warning that is about evap itself.
+OURS: Final = "Using custom scheduler class evap."
 _COMPILED: Final = [(re.compile(pattern), line) for pattern, line in LINES]
 
 

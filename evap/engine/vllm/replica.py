@@ -23,7 +23,7 @@ from evap.config import EngineConfig
 from evap.engine.interface import OnBatch, OnState, known
 from evap.engine.meter import Spec
 from evap.engine.vllm import boot
-from evap.engine.vllm.progress import progress_of, root_cause
+from evap.engine.vllm.progress import OURS, progress_of, root_cause
 from evap.engine.vllm.runs import Runs
 from evap.engine.vllm.shared import RING_RECORDS, Shared, parse_lines
 from evap.engine.vllm.turn import Turn
@@ -90,6 +90,22 @@ class VllmReplica:
     def running(self) -> int:
         """Generations that have been submitted and have not ended."""
         return len(self._runs)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that generations hold, as of the engine's last step; 0 without an engine."""
+        shared = self._shared if self._state is ReplicaState.READY else None
+        return shared.kv_usage if shared is not None else 0.0
+
+    @property
+    def beats(self) -> int:
+        """Moves with each step, also with one of a prefill that gives no token yet."""
+        return self._shared.beats if self._shared is not None else 0
+
+    @property
+    def step_since_ns(self) -> int:
+        """When the step began that the engine computes; 0: none."""
+        return self._shared.step_since_ns if self._shared is not None else 0
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -253,7 +269,13 @@ class VllmReplica:
         except BlockingIOError:
             return
         for level, process, message in parse_lines(data):
-            logger.log(level if level >= logging.WARNING else logging.DEBUG, "%s: %s: %s", self._name, process, message)
+            logger.log(
+                level if level >= logging.WARNING and OURS not in message else logging.DEBUG,
+                "%s: %s: %s",
+                self._name,
+                process,
+                message,
+            )
             if level >= logging.ERROR:
                 self._errors = [*self._errors[-19:], " ".join(message.split())]
             line = progress_of(message)

@@ -75,6 +75,21 @@ class Router:
         return sum(getattr(replica, "mismatches", 0) for replica in self.replicas)
 
     @property
+    def kv_usage(self) -> float:
+        """Of all engines; they are alike."""
+        return sum(getattr(replica, "kv_usage", 0.0) for replica in self.replicas) / len(self.replicas)
+
+    @property
+    def beats(self) -> int:
+        return sum(getattr(replica, "beats", 0) for replica in self.replicas)
+
+    @property
+    def step_since_ns(self) -> int:
+        """When the oldest step began that an engine computes; 0: none does."""
+        since = [getattr(replica, "step_since_ns", 0) for replica in self.replicas]
+        return min((ns for ns in since if ns), default=0)
+
+    @property
     def engines(self) -> int:
         return len(self.replicas)
 

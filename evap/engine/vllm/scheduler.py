@@ -20,6 +20,7 @@ from evap.engine.meter import map_file
 from evap.engine.vllm import ids
 from evap.engine.vllm.rows import ACCOUNT_KEY, FINISHES
 from evap.engine.vllm.shared import CONFIG_KEY, Bell, fingerprint
+from evap.engine.vllm.usage import Telling
 from evap.errors import OutdatedError
 from evap.messages import META, NO_TOKEN, SILENT, Finish
 from evap.ring import RingWriter
@@ -44,7 +45,7 @@ class RingPath:
     def __init__(self, settings: dict[str, Any]) -> None:
         try:
             self._writer = RingWriter(map_file(settings["ring"]), settings["capacity"])
-        except ValueError as error:
+        except (KeyError, ValueError) as error:
             raise OutdatedError(error) from error
         self._bell = Bell(settings["bell"])
         self._known: dict[str, _Known] = {}
@@ -132,7 +133,7 @@ def _append(columns: tuple[list[int], ...], known: _Known, token: int, index: in
         column.append(value)
 
 
-class _OnRing:
+class _OnRing(Telling):
     """Mixed in before a scheduler of vLLM's."""
 
     _evap: RingPath | None = None
@@ -144,15 +145,15 @@ class _OnRing:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self._evap is None:
-            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+            return super().update_from_output(scheduler_output, model_runner_output)
         # vLLM drops a request that ends from its table, but its object stays whole: keep a hold of the step's requests.
         running = self.requests  # type: ignore[attr-defined]
         requests = {i: running[i] for i in scheduler_output.num_scheduled_tokens if i in running}
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         return self._evap.take(outputs, requests)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        ended = super().finish_requests(request_ids, finished_status)
         if self._evap is not None:
             for request in ended:
                 if finished_status.name == "FINISHED_ABORTED":

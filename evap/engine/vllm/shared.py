@@ -12,12 +12,14 @@ they end themselves. vLLM's own would stay for ever, and keep the GPU's memory.
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import logging
 import os
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -34,6 +36,8 @@ Prints: TypeAlias = npt.NDArray[np.uint64]
 #: Key of our settings in vLLM's `additional_config`, which reaches the scheduler and the workers.
 CONFIG_KEY: Final = "evap"
 RING_RECORDS: Final = 1 << 14
+#: The whole KV cache, in Word.KV_USAGE.
+USAGE_ONE: Final = 1 << 32
 FINGERPRINT_SEED: Final = 0x9E3779B97F4A7C15
 _PREFIX: Final = "evap-vllm-"
 _GRACE_S: Final = 5.0
@@ -55,6 +59,14 @@ def fingerprint(tokens: list[int]) -> int:
     """The fingerprint of a whole generation."""
     total = fingerprints(np.array(tokens, np.int64), np.arange(len(tokens))).sum(dtype=np.uint64)
     return (FINGERPRINT_SEED + int(total)) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+class Word(enum.IntEnum):
+    """What a scheduler says of its engine, a u64 each (see `usage.py`)."""
+
+    KV_USAGE = 0  #: share of the cache that generations hold, in 1 / USAGE_ONE
+    STEPS = 1  #: that have ended
+    STEP_SINCE_NS = 2  #: when the one began that is being computed (CLOCK_MONOTONIC); 0: none is
 
 
 class Bell:
@@ -87,12 +99,34 @@ class Shared:
         with self.ring_path.open("wb") as file:
             file.truncate(ring_bytes(capacity))
         self.ring = map_file(self.ring_path)
+        self.usage_path = self.path / "usage"
+        self.usage_path.write_bytes(bytes(8 * len(Word)))
+        self.usage = map_file(self.usage_path)
         self.bell_fd = _fifo(self.path / "bell")
         self.log_fd = _fifo(self.path / "log")
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"ring": str(self.ring_path), "capacity": self.capacity, "bell": str(self.path / "bell")}
+        return {"ring": str(self.ring_path), "capacity": self.capacity, "bell": str(self.path / "bell"),
+                "usage": str(self.usage_path)}  # fmt: skip
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the engine's KV cache that generations hold, as of its last step (see `usage.py`)."""
+        return self._word(Word.KV_USAGE) / USAGE_ONE
+
+    @property
+    def beats(self) -> int:
+        """Steps that the engine has ended, also those of a prefill that gives no token yet."""
+        return self._word(Word.STEPS)
+
+    @property
+    def step_since_ns(self) -> int:
+        """When the step began that the engine computes; 0: none."""
+        return self._word(Word.STEP_SINCE_NS)
+
+    def _word(self, word: Word) -> int:
+        return int.from_bytes(self.usage[8 * word : 8 * word + 8], sys.byteorder)
 
     def logging_file(self) -> str:
         """A logging configuration (JSON, dictConfig) with which vLLM's processes send their lines here."""
@@ -109,6 +143,7 @@ class Shared:
         for fd in (self.bell_fd, self.log_fd):
             os.close(fd)
         self.ring.close()
+        self.usage.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -14,11 +14,11 @@ def health_body() -> bytes:
 
 
 def ready_body(
-    states: Sequence[tuple[ReplicaState, str]], *, draining: bool, hung: bool = False, trouble: str = ""
+    states: Sequence[tuple[ReplicaState, str]], *, draining: bool, hung: str = "", trouble: str = ""
 ) -> tuple[int, bytes]:
     """(status, body) from the state and last line of each replica: 200 when new requests are taken, else 503.
 
-    hung: the engine has work and makes no progress. trouble: what does not work, though requests are taken.
+    hung: how the engine makes no progress though it has work. trouble: what does not work, though requests are taken.
     """
     ready = not draining and not hung and any(state is ReplicaState.READY for state, _ in states)
     well = "degraded" if trouble else "ready"
@@ -26,8 +26,8 @@ def ready_body(
         "status": "draining" if draining else "hung" if hung else well if ready else "unavailable",
         "replicas": [{"state": state.value, "detail": detail} for state, detail in states],
     }
-    if trouble:
-        body["trouble"] = trouble
+    if hung or trouble:
+        body["trouble"] = hung or trouble
     return (200 if ready else 503), sse.encode(body)
 
 

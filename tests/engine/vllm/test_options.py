@@ -127,7 +127,22 @@ def test_the_scheduler_follows_vllms_choice() -> None:
 
     from evap.engine.vllm.options import choose_scheduler
 
-    for asynchronous, name in ((False, "RingScheduler"), (True, "AsyncRingScheduler")):
+    for path, asynchronous, name in (
+        ("scheduler", False, "RingScheduler"), ("scheduler", True, "AsyncRingScheduler"),
+        ("core", False, "TellingScheduler"), ("core", True, "AsyncTellingScheduler"),
+    ):  # fmt: skip
         scheduler = SimpleNamespace(async_scheduling=asynchronous, scheduler_cls=None)
-        choose_scheduler(scheduler)
+        choose_scheduler(scheduler, path)
         assert scheduler.scheduler_cls.endswith(f".{name}")
+
+
+def test_a_scheduler_that_vllm_needs_is_left_alone() -> None:
+    from types import SimpleNamespace
+
+    from evap.engine.vllm.options import choose_scheduler
+
+    special = SimpleNamespace(async_scheduling=True, scheduler_cls="vllm.v1.core.sched.diffusion_scheduler.Some")
+    choose_scheduler(special, "core")
+    assert special.scheduler_cls.endswith(".Some")
+    with pytest.raises(StartupError, match="wants its"):
+        choose_scheduler(special, "scheduler")

@@ -140,6 +140,15 @@ def test_info_is_of_all_together() -> None:
     assert (router.info.max_running, router.info.kv_tokens, router.info.vocab_size) == (8, 20, 9)
 
 
+def test_how_they_move_is_of_all_together() -> None:
+    """Toys say nothing of it, like a replica that is no vLLM."""
+    router, _, _ = ready(Toy(), Toy())
+    assert (router.beats, router.step_since_ns, router.kv_usage) == (0, 0, 0)
+    for replica, (beats, since, usage) in zip(router.replicas, ((5, 0, 0.5), (7, 30, 0.25)), strict=True):
+        vars(replica).update(beats=beats, step_since_ns=since, kv_usage=usage)
+    assert (router.beats, router.step_since_ns, router.kv_usage) == (12, 30, 0.375)
+
+
 def test_a_replica_that_is_down_runs_nothing() -> None:
     a, b = Toy(), Toy()
     router, _, _ = ready(a, b)

@@ -157,9 +157,9 @@ def ahead(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     format_page(open_page_file(path, 256), 256, epoch_device_ns=time.monotonic_ns(), epoch_unix_ns=time.time_ns())
     choose = options.choose_scheduler
 
-    def choose_ahead(scheduler_config: Any) -> None:
+    def choose_ahead(scheduler_config: Any, token_path: str) -> None:
         scheduler_config.async_scheduling = True
-        choose(scheduler_config)
+        choose(scheduler_config, token_path)
         assert scheduler_config.scheduler_cls.endswith("AsyncRingScheduler")
 
     def before(replica: Any) -> None:
