@@ -189,7 +189,8 @@ def paced(port: int, path: str, body: bytes, *, rate: float, seconds: float) -> 
 
 
 def summary(blocks: Iterable[Times]) -> dict[str, Any]:
-    """Of one server's blocks. p99: the median over the blocks of each one's, and of all requests together."""
+    """Of one server's blocks. p50, p90: of all requests together; p99: the median over the blocks of each one's, and
+    p99_pooled of all together. *_min, *_max: over the blocks."""
     blocks, whole = list(blocks), Times()
     for one in blocks:
         whole.add(one)
@@ -198,9 +199,11 @@ def summary(blocks: Iterable[Times]) -> dict[str, Any]:
         ("ttft_ms", whole.ttft_ms, whole.ttft_disturbed_ms), ("itl_ms", whole.itl_ms, whole.itl_disturbed_ms),
     ):  # fmt: skip
         found[f"{name}_p50"], found[f"{name}_p90"] = percentile(values, 0.5), percentile(values, 0.9)
-        each = [percentile(own, 0.99) for one in blocks if (own := getattr(one, name))]
-        found[f"{name}_p99"] = percentile(each, 0.5)
-        found[f"{name}_p99_min"], found[f"{name}_p99_max"] = min(each, default=0.0), max(each, default=0.0)
+        for share in (0.5, 0.99):
+            each = [percentile(own, share) for one in blocks if (own := getattr(one, name))]
+            key = f"{name}_p{share:.0%}".removesuffix("%")
+            found[key] = percentile(each, 0.5) if share > 0.5 else found[key]
+            found[f"{key}_min"], found[f"{key}_max"] = min(each, default=0.0), max(each, default=0.0)
         found[f"{name}_p99_pooled"] = percentile(values, 0.99)
         found[f"{name}_p99_with_disturbed"] = percentile([*values, *disturbed], 0.99)
     found["client_late_ms"] = max(whole.late_ms, default=0.0)

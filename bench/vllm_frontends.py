@@ -117,7 +117,7 @@ def amounts(given: argparse.Namespace) -> tuple[list[tuple[int, int]], int, int,
     if given.quick:
         return [] if given.paced_only else [(128, 512)], 1, 1, min(given.seconds, 6.0), ""
     if given.paced_only:
-        return [], 1, given.rounds or 8, given.seconds, given.vllm_rs
+        return [], 1, given.rounds or 12, given.seconds, given.vllm_rs
     shapes = [(many, max(256, 8 * many)) for many in map(int, given.concurrency.split(","))]
     return shapes, given.passes, given.rounds or 2, given.seconds, given.vllm_rs
 
@@ -129,8 +129,8 @@ def main() -> None:
     parser.add_argument("--concurrency", default="16,128", help="streams at once, a list")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--rate", type=float, default=10.0, help="requests a second for TTFT and inter-token times")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of one block of a server")
-    parser.add_argument("--rounds", type=int, default=0, help="blocks a pass; default 2, with --paced-only 8")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of one block of a server")
+    parser.add_argument("--rounds", type=int, default=0, help="blocks a pass; default 2, with --paced-only 12")
     parser.add_argument("--paced-only", action="store_true", help="only times: one pass, no throughput, no bare loop")
     parser.add_argument("--model", default="", help="another model directory; default: a tiny random Llama")
     parser.add_argument("--json", default="-", help="where the document goes; - is stdout")

@@ -32,7 +32,7 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, "-m", *module, *args],
             cwd=ROOT, env={**clean, "PYTHONUNBUFFERED": "1", **(env or {})}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0,
         )  # fmt: skip
         self.url = ""
         self.port = 0

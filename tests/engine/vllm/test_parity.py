@@ -46,7 +46,7 @@ def vllm_url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), *OPTIONS]
     command += ["--kv-cache-memory-bytes", str(256 << 20)]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=out, process_group=0)
     try:
         url = f"http://127.0.0.1:{port}"
         wait(f"{url}/health", process, log)
