@@ -55,6 +55,7 @@ ERRORS: Final[dict[type[e.EvapError], tuple[int, int]]] = {
     e.DeadlineExceeded: (504, CANCEL),
     e.InternalError: (500, INTERNAL_ERROR),
     e.StartupError: (500, INTERNAL_ERROR),
+    e.OutdatedError: (500, INTERNAL_ERROR),
 }
 
 JSON: Final = b"application/json"
