@@ -111,8 +111,7 @@ def tables() -> str:
 
 def written() -> str:
     """The page as it should be."""
-    before, _, rest = PAGE.read_text().partition(MARK)
-    return f"{before}{MARK}\n{tables()}\n{END}{rest.partition(END)[2]}"
+    return pages.filled(PAGE, MARK, END, tables())
 
 
 if __name__ == "__main__":

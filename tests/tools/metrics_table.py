@@ -68,8 +68,7 @@ def table() -> str:
 
 def written() -> str:
     """The page as it should be."""
-    before, _, rest = PAGE.read_text().partition(MARK)
-    return f"{before}{MARK}\n{table()}\n{END}{rest.partition(END)[2]}"
+    return pages.filled(PAGE, MARK, END, table())
 
 
 if __name__ == "__main__":

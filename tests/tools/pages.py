@@ -14,6 +14,12 @@ def difference(page: Path, new: str) -> str:
     return "\n".join(difflib.unified_diff(old, new.splitlines(), page.name, "the tree", n=0, lineterm=""))
 
 
+def filled(page: Path, mark: str, end: str, text: str) -> str:
+    """The page with `text` between the two lines."""
+    before, _, rest = page.read_text().partition(mark)
+    return f"{before}{mark}\n{text}\n{end}{rest.partition(end)[2]}"
+
+
 def main(argv: list[str], page: Path, written: Callable[[], str]) -> int:
     """Say what differs (exit code 1 if anything does), or with --write bring the page up to date."""
     new = written()
