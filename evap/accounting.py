@@ -320,7 +320,7 @@ class Accounting:
     # What others may know
 
     def gauges(self) -> readings.Readings:
-        return readings.gauges(self.recorder, lambda: self.trouble, lambda: self._behind)
+        return readings.gauges(self.recorder, lambda: self._behind)
 
     def counters(self) -> readings.Readings:
         return readings.counters(self.recorder, self.sink, self.pages, self.energy)

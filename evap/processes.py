@@ -36,11 +36,10 @@ from evap.loop_child import Child
 from evap.messages import ReplicaState, TokenBatch
 from evap.metering.record import Record
 from evap.metering.shared_accounts import make_memory
-from evap.metrics import left_in
 from evap.protocol import listening, sockets, tls
 from evap.server import EXIT_FORCED, log_engine, runner
 from evap.snapshot import Snapshot, merged, of_process
-from evap.tally import SIZE, Tally
+from evap.tally import SIZE
 
 logger = logging.getLogger("evap.server")
 FIRST_BACKOFF_S: Final = 0.5
@@ -252,7 +251,7 @@ class Parent:
                 if self._stopping:
                     break  # the next start does it
                 await asyncio.sleep(RETRY_S)
-        self.questions.gone(child, left_in(Tally(child.tally)), lost(interrupted))
+        self.questions.gone(child, lost(interrupted))
         del self.children[child.number]
         self._news.set()
         if self._stopping or self._error is not None:

@@ -5,12 +5,13 @@
     flush       records that are not durable yet (a number); together: the sum
     block       a piece of a pushed answer (`copies.py`), of the process that keeps it
 
-Who does not answer within a second (it is stopped, say) is left out; of its metrics the last ones known are taken.
+Who does not answer within a second (it is stopped, say) is left out; but its counters are read where they are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,8 +21,10 @@ import msgspec
 
 from evap import between
 from evap.loop_child import Child
+from evap.metrics import left_in
 from evap.siblings import ALL
 from evap.snapshot import Snapshot, counted, merged, read_snapshot
+from evap.tally import SIZE, Tally
 
 PATIENCE_S: Final = 1.0
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -69,14 +72,19 @@ class Questions:
             self._last[child.number] = read_snapshot(answer.data)
         self._done(answer.id, asked, child.number)
 
-    def gone(self, child: Child, left: Snapshot, lost: Snapshot) -> None:
-        """It answers no more. left: what it had counted at its end, as far as that is known (of the rest the last
-        numbers known are taken). lost: what is to be added."""
-        last = counted(self._last.pop(child.number, Snapshot({}, {}, {})))
-        known = Snapshot(last.values | left.values, last.histograms | left.histograms, last.families)
-        self.retired = merged([self.retired, known, lost])
+    def gone(self, child: Child, lost: Snapshot) -> None:
+        """It answers no more. lost: what is to be added to what it had counted."""
+        self.retired = merged([self.retired, counted(self._read(child)), lost])
+        self._last.pop(child.number, None)
         for id, asked in list(self._open.items()):
             self._done(id, asked, child.number)
+
+    def _read(self, child: Child) -> Snapshot:
+        """What one that does not answer has counted by now: its tally; of what is not in it, the last that is known."""
+        copy = mmap.mmap(-1, SIZE)  # it may go on at any moment
+        copy[:] = child.tally[:]
+        left, last = left_in(Tally(copy)), self._last.get(child.number, Snapshot({}, {}, {}))
+        return Snapshot(last.values | left.values, last.histograms | left.histograms, last.families)
 
     def _done(self, id: int, asked: _Asked, number: int) -> None:
         asked.waiting.discard(number)
@@ -95,8 +103,9 @@ class Questions:
             return next((data for data in said if data), b"")
         if asked.kind == "flush":
             return b"%d" % sum(int(data or 0) for data in said)
-        last = [snapshot for number, snapshot in self._last.items() if number != asked.asker]
-        return _encode(merged([*last, self.retired, self._own(asked.asker is not None)]))
+        answers = [self._last[number] for number in asked.answers if number in self._last]
+        silent = [self._read(child) for n, child in self._children.items() if n not in (asked.asker, *asked.answers)]
+        return _encode(merged([*answers, *silent, self.retired, self._own(asked.asker is not None)]))
 
 
 def numbers(children: Sequence[Child]) -> Snapshot:

@@ -7,20 +7,20 @@ from typing import TypeAlias
 
 from evap.metering.counters import Counters
 from evap.metering.energy import Energy
-from evap.metering.recorder import Recorder
+from evap.metering.recorder import Recorder, State
 from evap.metering.sink import Sink
 
 Readings: TypeAlias = dict[str, tuple[str, Callable[[], float]]]
 
 
-def gauges(recorder: Recorder | None, trouble: Callable[[], str], behind: Callable[[], str]) -> Readings:
-    """trouble: of the ledger or the sink; behind: of the sink alone; empty when all is well."""
+def gauges(recorder: Recorder | None, behind: Callable[[], str]) -> Readings:
+    """behind: why the sink is; empty when all is well."""
     if recorder is None:
         return {}
     return {
         "ledger_pending": ("Records that are not in the ledger yet", lambda: float(recorder.pending)),
         "ledger_spool_bytes": ("Bytes of records in the spool file", lambda: float(recorder.spooled)),
-        "ledger_ok": ("1 while the ledger can be written", lambda: float(not trouble())),
+        "ledger_ok": ("1 while the ledger can be written", lambda: float(recorder.state is State.OK)),
         "sink_ok": ("1 while the usage sink answers, or there is none", lambda: float(not behind())),
     }
 

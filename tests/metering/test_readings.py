@@ -9,7 +9,7 @@ from tests.metering.test_energy import Board, usage
 
 
 def test_what_is_not_there_is_not_said() -> None:
-    assert readings.gauges(None, lambda: "", lambda: "") == {}
+    assert readings.gauges(None, lambda: "") == {}
     assert readings.counters(None, None, None, None) == {}
 
 

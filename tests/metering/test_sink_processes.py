@@ -46,7 +46,7 @@ def test_each_record_arrives_once_whatever_is_away(postgres: Postgres, tmp_path:
         ask_all(server, 30)  # nobody notices
         eventually(lambda: "usage sink" in ready(server), "every process says that it is behind", STOP_TIMEOUT_S)
         page = numbers(server)
-        assert (page["evap_sink_ok"], page["evap_sink_records_total"]) == (0, 30)
+        assert (page["evap_sink_ok"], page["evap_ledger_ok"], page["evap_sink_records_total"]) == (0, 1, 30)
         loops(server)[0].kill()
         server.wait_log("starts again")
         eventually(lambda: len(loops(server)) == 2, "a new one serves", STOP_TIMEOUT_S)
