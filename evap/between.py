@@ -46,9 +46,9 @@ class Engine(Message):
 
 
 class Way(Message):
-    """A channel to the engine, which is ready: socket, ring memory and doorbell come with it."""
+    """A way to the engine, which is ready; descriptors may come with it (see `engine/interface.py`)."""
 
-    capacity: int
+    how: dict[str, str | int]
     info: EngineInfo
 
 
@@ -87,7 +87,7 @@ class Up(Message):
 
 
 class Want(Message):
-    """A channel to the engine, please. meter: our counters page for it."""
+    """A way to the engine, please. meter: our counters page for it."""
 
     meter: dict[str, str] | None
 

@@ -20,7 +20,7 @@ import msgspec
 
 from evap import between, copies, logs
 from evap.accounting import Accounting
-from evap.engine.channel import ChannelReplica
+from evap.engine.interface import Guest
 from evap.engine.meter import Spec
 from evap.engines import Built, build
 from evap.errors import StartupError
@@ -46,7 +46,7 @@ class LoopProcess(Server):
         super().__init__(start.config)
         self._start, self._sock = start, sock
         self.numbers = Tally(mmap.mmap(start.tally, SIZE))
-        self._replica: ChannelReplica | None = None
+        self._guest: Guest | None = None
 
     async def main(self) -> int:
         self._pipe = Pipe(
@@ -75,10 +75,9 @@ class LoopProcess(Server):
         return [Listener(sockets.listen(*self._start.tcp, reuse_port=True)), *shared]
 
     async def _build(self) -> Built:
-        if self.config.engine.engine == "synthetic":
-            return await super()._build()
-        self._replica = ChannelReplica(self._want)
-        return await self._loop.run_in_executor(None, build, self.config.engine, self._loop, self._replica)
+        built = await self._loop.run_in_executor(None, build, self.config.engine, self._loop, self._want)
+        self._guest = built.guest
+        return built
 
     def _make_accounting(self, model: str) -> Accounting:
         start = self._start
@@ -103,13 +102,13 @@ class LoopProcess(Server):
         start, size = self._start, Turns.size(self._start.count)
         turns = Turns(
             memoryview(mmap.mmap(start.turns, size)), process=start.number, processes=start.count, secret=start.secret,
-            one_engine=self._replica is not None,
+            one_engine=self._guest is not None,
         )  # fmt: skip
         self.dispatch.room.share(turns, self._loop.call_later)
-        if self._replica is not None:
-            self.metrics.running_limit = self.config.engine.max_running
 
     def _announce(self, built: Built) -> None:
+        if built.guest is not None:
+            self.metrics.running_limit = built.replica.info.max_running
         self._pipe.send(between.Up(built.model, built.chat, built.replica.info))
 
     def _log_engine(self, state: ReplicaState, line: str) -> None:
@@ -122,11 +121,10 @@ class LoopProcess(Server):
 
     def _told(self, message: between.ToChild, fds: list[int]) -> None:
         match message:
-            case between.Way(capacity=capacity, info=info) if self._replica is not None:
-                sock, memory, bell = fds
-                self._replica.attach(socket.socket(fileno=sock), memory, bell, capacity, info)
-            case between.Engine(state=state, line=line) if self._replica is not None:
-                self._replica.engine_is(ReplicaState(state), line)
+            case between.Way(how=how, info=info) if self._guest is not None:
+                self._guest.attach(how, info, fds)
+            case between.Engine(state=state, line=line) if self._guest is not None:
+                self._guest.engine_is(ReplicaState(state), line)
             case between.Behind(reason=reason) if self.accounting is not None:
                 self.accounting.sink_behind = reason
             case between.Signal(number=signal.SIGHUP):

@@ -18,7 +18,7 @@ import signal
 import socket
 import sqlite3
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -27,13 +27,12 @@ from evap import banner, between, logs, questions
 from evap.books import Books, lost
 from evap.child import describe_end, pause_s
 from evap.config import Config
-from evap.engine.channel import open_fds
+from evap.engine.interface import Hand, Host, How
 from evap.engine.meter import Spec
-from evap.engine.supervisor import TorchReplica
-from evap.engines import build_shared
+from evap.engines import build_host
 from evap.errors import StartupError
 from evap.loop_child import Child
-from evap.messages import ReplicaState, TokenBatch
+from evap.messages import EngineInfo, ReplicaState, TokenBatch
 from evap.metering.record import Record
 from evap.metering.shared_accounts import make_memory
 from evap.protocol import listening, sockets, tls
@@ -93,13 +92,13 @@ class Parent:
         self.questions = questions.Questions(self.children, self._own)
         self._failures = [0] * self.count
         self._tasks: set[asyncio.Task[None]] = set()
-        self._wanted: dict[int, Spec | None] = {}  # children that want a channel, and their pages
+        self._wanted: dict[int, Spec | None] = {}  # children that want a way to the engine, and their pages
         self._announced = False
         self._stopping = False
         self._code = 0
         self._news = asyncio.Event()  # something happened that `main` may wait for
         self._error: StartupError | None = None
-        self._replica: TorchReplica | None = None
+        self._engine: Host | None = None
         self._place: socket.socket | None = None
 
     async def main(self) -> int:
@@ -111,7 +110,7 @@ class Parent:
         try:
             await self._loop.run_in_executor(None, self.books.open)
             self._certificate = self._make_certificate()
-            self._replica = await self._loop.run_in_executor(None, build_shared, self.config.engine)
+            self._engine = await self._loop.run_in_executor(None, build_host, self.config.engine, self.count)
             return await self._serve()
         finally:
             await self._end()
@@ -143,9 +142,9 @@ class Parent:
         )  # fmt: skip
         for number in range(self.count):
             self._spawn(number)
-        if self._replica is not None:
-            self._replica.listen(_ignore, self._engine_state)
-            self._task(self._run_engine(self._replica))
+        if self._engine is not None:
+            self._engine.listen(_ignore, self._engine_state)
+            self._task(self._run_engine(self._engine))
         await self._until(lambda: self._stopping or all(self._up(n) for n in range(self.count)))
         if not self._stopping:
             self._announce()
@@ -172,9 +171,9 @@ class Parent:
 
     # The engine
 
-    async def _run_engine(self, replica: TorchReplica) -> None:
+    async def _run_engine(self, engine: Host) -> None:
         try:
-            await replica.start()
+            await engine.start()
         except StartupError as error:
             if not self._stopping:
                 self._error = error
@@ -188,18 +187,19 @@ class Parent:
             child.pipe.send(between.Engine(state.value, line))
 
     def _hand_out(self) -> None:
-        """A channel for each child that wants one."""
-        replica = self._replica
-        if replica is None or replica.state is not ReplicaState.READY:
+        """A way to the engine for each child that wants one."""
+        engine = self._engine
+        if engine is None or engine.state is not ReplicaState.READY:
             return
+        linger_s = self.config.server.drain_timeout_s + GRACE_S
         for number in [n for n in self._wanted if n in self.children]:
-            ours, theirs, memory, bell = open_fds(replica.capacity)
-            self.children[number].pipe.send(
-                between.Way(replica.capacity, replica.info), [ours.fileno(), memory, bell]
-            )  # fmt: skip
-            ours.close()
-            linger_s = self.config.server.drain_timeout_s + GRACE_S
-            replica.attach(theirs, memory, bell, self._wanted.pop(number), linger_s)
+            engine.lead(number, self._wanted.pop(number), self._hand(self.children[number]), linger_s)
+
+    def _hand(self, child: Child) -> Hand:
+        def hand(how: How, info: EngineInfo, fds: Sequence[int]) -> None:
+            child.pipe.send(between.Way(how, info), fds)  # it may have ended meanwhile: nobody reads it then
+
+        return hand
 
     # Loop processes
 
@@ -231,6 +231,8 @@ class Parent:
     def _exited(self, child: Child, status: int) -> None:
         number = child.number
         self._wanted.pop(number, None)
+        if self._engine is not None:
+            self._engine.gone(number)
         if child.up is None and not self._announced and not self._stopping:  # later the others go on serving
             self._error = StartupError(f"a loop process did not start ({describe_end(status)}): its reason is above")
         if self._stopping and status == EXIT_FORCED:
@@ -276,10 +278,11 @@ class Parent:
     def _own(self, page: bool) -> Snapshot:
         children = list(self.children.values())
         pids = {"parent": os.getpid()} | {str(child.number): child.pid for child in children}
-        if self._replica is not None and (engine := self._replica.pid) is not None:
+        if self._engine is not None and (engine := self._engine.pid) is not None:
             pids["engine"] = engine
         system = [of_process(name, pid) for name, pid in pids.items() if page]
-        return merged([self.books.snapshot(), questions.numbers(children), *system])
+        restarts = Snapshot({"evap_engine_restarts": {"": float(getattr(self._engine, "restarts", 0))}}, {}, {})
+        return merged([self.books.snapshot(), questions.numbers(children), restarts, *system])
 
     # Life and end
 
@@ -317,9 +320,9 @@ class Parent:
             await self._news.wait()
         for task in list(self._tasks):
             task.cancel()
-        if self._replica is not None:
+        if self._engine is not None:
             with contextlib.suppress(StartupError):
-                await self._replica.stop()
+                await self._engine.stop()
         listening.close_all(self.listeners)
         if self._place is not None:
             self._place.close()

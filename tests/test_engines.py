@@ -45,10 +45,10 @@ def test_what_auto_took_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_loop_processes_share_an_engine_that_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engines.build_shared(EngineConfig(engine="synthetic")) is None  # each has its own
+    assert engines.build_host(EngineConfig(engine="synthetic"), 2) is None  # each has its own
     monkeypatch.setattr(engines, "choose", lambda engine: engine)
-    with pytest.raises(StartupError, match="--workers needs the torch or the synthetic engine") as caught:
-        engines.build_shared(EngineConfig(engine="vllm"))
-    assert "--replicas" in caught.value.remedy
-    with pytest.raises(StartupError, match="does not exist"):
-        engines.build_shared(EngineConfig(engine="torch", model="/nonexistent/model"))
+    with pytest.raises(StartupError, match="--workers needs --vllm-seam core"):
+        engines.build_host(EngineConfig(engine="vllm", vllm_seam="async-llm"), 2)
+    for engine in ("torch", "vllm"):
+        with pytest.raises(StartupError, match="does not exist"):
+            engines.build_host(EngineConfig(engine=engine, model="/nonexistent/model"), 2)

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from evap.engine.interface import OnBatch, OnState, known
+from evap.engine.interface import How, OnBatch, OnState, known
 from evap.engine.meter import Spec
 from evap.engine.owed import SlotLedger
 from evap.engine.torch import wire
@@ -257,16 +257,18 @@ class ChannelReplica(RingReplica):
         self._drop()
         self._settle(ReplicaState.STOPPED, "stopped")
 
-    def attach(self, sock: socket.socket, memory: int, bell: int, capacity: int, info: EngineInfo) -> None:
-        """The engine is ready, and this is the way to it."""
+    def attach(self, how: How, info: EngineInfo, fds: Sequence[int]) -> None:
+        """The engine is ready, and this is the way to it: socket, ring memory, doorbell."""
+        sock, memory, bell = fds
         self._drop()
         if (batch := self._ledger.fail()) is not None:
             self._on_batch(batch)
         self._info = info
         self._frames = wire.from_worker()
         self._channel = Channel(
-            sock, memory, bell, capacity, on_ring=self._rang, on_bytes=self._received, on_end=self._ended
-        )
+            socket.socket(fileno=sock), memory, bell, int(how["capacity"]),
+            on_ring=self._rang, on_bytes=self._received, on_end=self._ended,
+        )  # fmt: skip
         self._set_state(ReplicaState.READY, f"{info.device} {info.dtype}, context {info.max_model_len}")
         self._ready.set()
 
@@ -280,6 +282,7 @@ class ChannelReplica(RingReplica):
             self._rang()
             self._drop()
             self._settle(state, line)
+            self._want()
 
     def _ended(self) -> None:
         """The engine has died, or has given this channel up because its ring was full for too long."""

@@ -24,6 +24,10 @@ from evap.messages import EngineInfo, GenerateRequest, Prompt, ReplicaState, Sam
 OnBatch = Callable[[TokenBatch], None]
 #: state, one readable line (progress while starting, the reason when failed)
 OnState = Callable[[ReplicaState, str], None]
+#: What a process must know to reach an engine that another one has started; each kind of engine has names of its own.
+How = dict[str, str | int]
+#: how, what the engine is, and descriptors, which are copied
+Hand = Callable[[How, EngineInfo, Sequence[int]], None]
 
 
 class Replica(Protocol):
@@ -73,6 +77,44 @@ class Replica(Protocol):
 
     async def stop(self) -> None:
         """End the engine; ends its process within a few seconds whatever it does."""
+        ...
+
+
+class Host(Protocol):
+    """An engine that several processes share, as the one sees it that starts and watches it, and submits nothing."""
+
+    @property
+    def state(self) -> ReplicaState: ...
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None between two."""
+        ...
+
+    def listen(self, on_batch: OnBatch, on_state: OnState) -> None: ...
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    def lead(self, number: int, meter: Spec | None, hand: Hand, linger_s: float) -> None:
+        """Give process `number`, whose counters page is `meter`, a way to the engine, which is READY.
+
+        `hand` is called once, on the loop, now or later; never, if the engine dies first. linger_s: for how long an
+        engine that can may outlive its host, for what the process waits for.
+        """
+        ...
+
+    def gone(self, number: int) -> None:
+        """That process has ended: nobody waits for what it had asked for."""
+        ...
+
+
+class Guest(Replica, Protocol):
+    """The same engine, as each of the others sees it. It asks for a way to it at its start, and when one has ended."""
+
+    def engine_is(self, state: ReplicaState, line: str) -> None:
+        """What the host says. That it is ready is said by `attach`."""
+        ...
+
+    def attach(self, how: How, info: EngineInfo, fds: Sequence[int]) -> None:
+        """The engine is ready, and this is the way to it; the descriptors are the guest's now."""
         ...
 
 

@@ -19,6 +19,7 @@ from evap.child import Child, describe_end, pause_s
 from evap.config import EngineConfig
 from evap.engine import defaults
 from evap.engine.channel import Channel, RingReplica, capacity_for, open_fds
+from evap.engine.interface import Hand
 from evap.engine.meter import Spec
 from evap.engine.torch import wire
 from evap.errors import StartupError
@@ -125,6 +126,16 @@ class TorchReplica(RingReplica):
         linger_s: see wire.Attach."""
         if self._worker is not None:
             self._worker.attach(self.capacity, sock, memory, bell, meter, linger_s)
+
+    def lead(self, number: int, meter: Spec | None, hand: Hand, linger_s: float) -> None:
+        """A channel to the engine for loop process `number` (interface.Host)."""
+        ours, theirs, memory, bell = open_fds(self.capacity)
+        hand({"capacity": self.capacity}, self.info, [ours.fileno(), memory, bell])
+        ours.close()
+        self.attach(theirs, memory, bell, meter, linger_s)
+
+    def gone(self, number: int) -> None:
+        """The engine finds the end of its channel by itself."""
 
     async def stop(self) -> None:
         self._stopping = True

@@ -31,7 +31,7 @@ class Engine:
         self._bell = os.dup(bell)
         self.ring = RingWriter(mmap.mmap(memory, ring_bytes(CAPACITY)), CAPACITY)
         self.sock.settimeout(PATIENCE_S)
-        replica.attach(ours, memory, bell, CAPACITY, INFO)
+        replica.attach({"capacity": CAPACITY}, INFO, [ours.detach(), memory, bell])
 
     def tokens(self, slot: int, generation: int, *ids: int, finish: int = 0, first: int = 0) -> None:
         count = len(ids)
@@ -142,7 +142,7 @@ def test_the_parent_attaches_a_process_to_a_real_engine() -> None:
             ours, theirs, memory, bell = open_fds(parent.capacity)
             mine = os.dup(memory), os.dup(bell)
             parent.attach(theirs, memory, bell, None)
-            replica.attach(ours, *mine, parent.capacity, parent.info)
+            replica.attach({"capacity": parent.capacity}, parent.info, [ours.detach(), *mine])
             for one in (parent, replica):
                 one.submit(0, 0, request(COUNT, 50))
             assert await own.end(0, 0) == (Finish.LENGTH, 49)

@@ -3,6 +3,11 @@
 replica.py      the Replica: lifecycle, restarts, submit and cancel; imports no vllm until it starts
 boot.py         what a start needs of vLLM, imported when it starts
 router.py       several replicas as one
+host.py         an engine that several processes use (--workers), in the one that starts it
+guest.py        the same engine, in each of the others
+fronts.py       their sockets
+addresses.py    where these are
+table.py        which requests of a process run, where the host can see it
 environment.py  variables that vLLM reads when it is imported
 options.py      evap's options and --vllm-arg -> vLLM's configuration
 mapping.py      a GenerateRequest -> what vLLM takes, and what is refused before it
@@ -22,14 +27,19 @@ names.py        every name of vLLM that is used here, and a check that they stil
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from evap.config import EngineConfig
-from evap.engine.interface import Replica
+from evap.engine.interface import Guest, Host, Replica
+from evap.engine.meter import Spec
+from evap.engine.vllm.guest import VllmGuest
+from evap.engine.vllm.host import VllmHost
 from evap.engine.vllm.replica import VllmReplica
 from evap.engine.vllm.router import Router
+from evap.errors import StartupError
 
-__all__ = ["Router", "VllmReplica", "build"]
+__all__ = ["Router", "VllmReplica", "build", "build_guest", "build_host", "check_shared"]
 
 
 def build(config: EngineConfig, model_path: Path) -> Replica:
@@ -39,3 +49,24 @@ def build(config: EngineConfig, model_path: Path) -> Replica:
     size = config.tensor_parallel_size
     gpus = [() if config.device == "cpu" else tuple(range(n * size, (n + 1) * size)) for n in range(config.replicas)]
     return Router([VllmReplica(config, model_path, gpus=own, number=n) for n, own in enumerate(gpus)])
+
+
+def check_shared(config: EngineConfig) -> None:
+    """Raises StartupError for what --workers cannot do."""
+    if config.vllm_seam != "core":
+        raise StartupError("--workers needs --vllm-seam core: AsyncLLM is the only user of its engine")
+    if config.replicas > 1:
+        raise StartupError(
+            "--workers goes with one engine so far, not with --replicas",
+            remedy="--workers 1 with --replicas N, or a server for each engine",
+        )
+
+
+def build_host(config: EngineConfig, model_path: Path, processes: int) -> Host:
+    """The engine that so many loop processes share."""
+    return VllmHost(config, model_path, processes)
+
+
+def build_guest(config: EngineConfig, model_path: Path, ask: Callable[[Spec | None], None]) -> Guest:
+    """The same engine, in a loop process. ask: for a way to it."""
+    return VllmGuest(config, model_path, ask)

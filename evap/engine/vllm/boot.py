@@ -20,6 +20,7 @@ from evap.errors import StartupError
 from evap.messages import EngineInfo
 
 if TYPE_CHECKING:
+    from evap.engine.vllm.addresses import Address
     from evap.engine.vllm.client import Seam, Sink
     from evap.engine.vllm.mapping import Mapper
 
@@ -57,6 +58,20 @@ def seam(config: EngineConfig, vllm_config: Any, sink: Sink) -> Seam:
     from evap.engine.vllm.client import CoreSeam  # noqa: PLC0415
 
     return CoreSeam(vllm_config, sink)
+
+
+def host_seam(vllm_config: Any, sink: Sink, addresses: Sequence[Address]) -> Seam:
+    """To an engine that this process starts, and that many use: one address for each, the first is ours."""
+    from evap.engine.vllm.fronts import HostSeam  # noqa: PLC0415
+
+    return HostSeam(vllm_config, sink, addresses)
+
+
+def guest_seam(vllm_config: Any, sink: Sink, address: Address) -> Seam:
+    """To an engine that another process has started."""
+    from evap.engine.vllm.fronts import GuestSeam  # noqa: PLC0415
+
+    return GuestSeam(vllm_config, sink, address)
 
 
 def mapper(vllm_config: Any, lora: Sequence[str]) -> Mapper:

@@ -87,8 +87,11 @@ class _Spawned:
 
 
 class CoreSeam:
-    def __init__(self, vllm_config: Any, sink: Sink) -> None:
+    """index: our number among the processes that use the engine."""
+
+    def __init__(self, vllm_config: Any, sink: Sink, index: int = 0) -> None:
         self._config = vllm_config
+        self._index = index
         self._sink = sink
         self._loop = asyncio.get_running_loop()
         self._client: Any = None
@@ -105,16 +108,7 @@ class CoreSeam:
 
     async def open(self, spawned: Callable[[], None]) -> None:
         before = set(multiprocessing.active_children())
-        make = names.EngineCoreClient.make_async_mp_client
-        starting = asyncio.ensure_future(
-            asyncio.to_thread(
-                make,
-                vllm_config=self._config,
-                executor_class=names.Executor.get_class(self._config),
-                log_stats=False,
-                renderer=_Spawned(spawned),
-            )
-        )
+        starting = asyncio.ensure_future(asyncio.to_thread(self._start, spawned))
         try:
             self._client = await asyncio.shield(starting)
         except asyncio.CancelledError:  # vLLM's start cannot be interrupted, but it notices when its process ends
@@ -124,6 +118,15 @@ class CoreSeam:
                 (await starting).shutdown(timeout=0)
             raise
         self._attach()
+
+    def _start(self, spawned: Callable[[], None]) -> Any:
+        """vLLM's client, when the engine is up (in a thread)."""
+        return names.EngineCoreClient.make_async_mp_client(
+            vllm_config=self._config,
+            executor_class=names.Executor.get_class(self._config),
+            log_stats=False,
+            renderer=_Spawned(spawned),
+        )
 
     def _attach(self) -> None:
         resources = self._client.resources
@@ -181,6 +184,7 @@ class CoreSeam:
     def _request(self, request: Any) -> Sequence[Buffer]:
         """A request, encoded. Sampling parameters are most of it, and those of many requests are one object."""
         params = request.sampling_params
+        request.client_index = self._index
         known = self._known.get(id(params))
         if known is None or known[0] is not params:
             parts = self._encode(params)
@@ -207,7 +211,7 @@ class CoreSeam:
     def _utility(self, method: str, args: Sequence[object], done: Callable[[str | None, Any], None]) -> None:
         call_id = next(self._call_ids)
         self._calls[call_id] = done
-        self._send(_UTILITY, self._encode((0, call_id, method, args)))
+        self._send(_UTILITY, self._encode((self._index, call_id, method, args)))
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
         """Run a method of EngineCore. The result is plain data. Raises RuntimeError with what it raised there."""
@@ -299,7 +303,7 @@ class CoreSeam:
 
     async def close(self, timeout_s: float) -> None:
         """End the engine's processes, by force after `timeout_s`."""
-        self._sink = _Deaf()
+        self._sink = Deaf()
         self._detach("the engine was stopped")
         if self._client is not None:
             await asyncio.to_thread(self._client.shutdown, timeout=timeout_s)
@@ -318,7 +322,7 @@ def plain_reader() -> PlainReader | None:
         return None
 
 
-class _Deaf:
+class Deaf:
     """Takes what comes after the end."""
 
     def on_step(self, step: Step) -> None: ...

@@ -13,7 +13,7 @@ MARK: Final = "ev"
 LENGTH: Final = 24
 #: where slot and generation begin
 SLOT_AT: Final = 16
-_OURS: Final = re.compile(MARK + "[0-9a-f]{14}([0-9a-f]{4})([0-9a-f]{4})(?:-|$)")
+_OURS: Final = re.compile(MARK + "([0-9a-f]{6})[0-9a-f]{8}([0-9a-f]{4})([0-9a-f]{4})(?:-|$)")
 
 
 def make(nonce: str, number: int, slot: int, generation: int) -> str:
@@ -24,4 +24,10 @@ def make(nonce: str, number: int, slot: int, generation: int) -> str:
 def parse(request_id: str) -> tuple[int, int] | None:
     """(slot, generation); None for an id that is not ours (a warm-up, say)."""
     found = _OURS.match(request_id)
-    return (int(found[1], 16), int(found[2], 16)) if found else None
+    return (int(found[2], 16), int(found[3], 16)) if found else None
+
+
+def nonce_of(request_id: str) -> str:
+    """The nonce of the process that asked for it; "" for an id that is not ours."""
+    found = _OURS.match(request_id)
+    return found[1] if found else ""

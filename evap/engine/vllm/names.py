@@ -34,7 +34,9 @@ from vllm.v1.engine import (
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.utils import EngineZmqAddresses, launch_core_engines
 from vllm.v1.executor import Executor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 __all__ = [
     "VERSION",
@@ -46,10 +48,13 @@ __all__ = [
     "EngineCoreProc",
     "EngineCoreRequest",
     "EngineCoreRequestType",
+    "EngineZmqAddresses",
     "Executor",
     "FinishReason",
     "FlexibleArgumentParser",
     "LoRARequest",
+    "MsgpackDecoder",
+    "MsgpackEncoder",
     "RepetitionDetectionParams",
     "RequestOutputKind",
     "SamplingParams",
@@ -58,6 +63,7 @@ __all__ = [
     "VLLMClientError",
     "cached_tokenizer_from_config",
     "current_platform",
+    "launch_core_engines",
     "moved",
 ]
 
@@ -73,8 +79,16 @@ CALLS: Final[dict[str, tuple[str, ...]]] = {
         "vllm_config",
         "executor_class",
         "log_stats",
+        "client_addresses",
+        "client_count",
+        "client_index",
         "renderer",
     ),
+    "vllm.v1.engine.utils:launch_core_engines": ("vllm_config", "executor_class", "log_stats", "addresses", "/"),
+    "vllm.v1.engine.core_client:MPClient.start_engine_core_monitor": ("self", "/"),
+    "vllm.v1.engine.core:EngineCoreProc.process_output_sockets": ("self", "output_paths", "/"),
+    "vllm.v1.serial_utils:MsgpackDecoder.decode": ("self", "bufs", "/"),
+    "vllm.v1.serial_utils:MsgpackEncoder.encode": ("self", "obj", "/"),
     "vllm.v1.engine.core_client:MPClient.shutdown": ("self", "timeout", "/"),
     "vllm.v1.engine.core_client:MPClient._start_mm_warmup": ("self", "/"),
     "vllm.v1.engine.core:EngineCore.abort_requests": ("self", "request_ids", "/"),
@@ -122,6 +136,8 @@ CALLS: Final[dict[str, tuple[str, ...]]] = {
 
 #: type -> fields that evap sets or reads; order and place do not matter
 FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "vllm.v1.engine.utils:EngineZmqAddresses": ("inputs", "outputs"),
+    "vllm.v1.engine.utils:CoreEngineLaunch": ("engine_manager",),
     "vllm.v1.engine:EngineCoreRequest": (
         "request_id",
         "prompt_token_ids",

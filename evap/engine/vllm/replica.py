@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from evap.child import pause_s
 from evap.config import EngineConfig
@@ -25,7 +25,7 @@ from evap.engine.meter import Spec
 from evap.engine.vllm import boot
 from evap.engine.vllm.progress import OURS, progress_of, root_cause
 from evap.engine.vllm.runs import Runs
-from evap.engine.vllm.shared import RING_RECORDS, Shared, parse_lines
+from evap.engine.vllm.shared import RING_RECORDS, RingFiles, Shared, Usage, parse_lines
 from evap.engine.vllm.turn import Turn
 from evap.errors import OUTDATED, RESTART, EvapError, StartupError
 from evap.messages import EngineInfo, GenerateRequest, ReplicaState, SamplingParams, TokenBatch
@@ -65,6 +65,8 @@ class VllmReplica:
         self._seam: Seam | None = None
         self._shared: Shared | None = None
         self._ring: RingReader | None = None
+        self._ring_files: RingFiles | None = None
+        self._index = 0  # our number among the processes that use the engine
         self._errors: list[str] = []
         self._revival: asyncio.Task[None] | None = None
         self._ready_at = 0.0
@@ -94,18 +96,23 @@ class VllmReplica:
     @property
     def kv_usage(self) -> float:
         """Share of the KV cache that generations hold, as of the engine's last step; 0 without an engine."""
-        shared = self._shared if self._state is ReplicaState.READY else None
-        return shared.kv_usage if shared is not None else 0.0
+        usage = self._usage if self._state is ReplicaState.READY else None
+        return usage.kv_usage if usage is not None else 0.0
 
     @property
     def beats(self) -> int:
         """Moves with each step, also with one of a prefill that gives no token yet."""
-        return self._shared.beats if self._shared is not None else 0
+        return self._usage.beats if self._usage is not None else 0
 
     @property
     def step_since_ns(self) -> int:
         """When the step began that the engine computes; 0: none."""
-        return self._shared.step_since_ns if self._shared is not None else 0
+        return self._usage.step_since_ns if self._usage is not None else 0
+
+    @property
+    def _usage(self) -> Usage | None:
+        """What the engine says of itself."""
+        return self._shared.usage if self._shared is not None else None
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -159,23 +166,25 @@ class VllmReplica:
 
     # Starting
 
+    def _share(self) -> Shared:
+        return Shared(capacity=self.ring_records)
+
+    def _make_seam(self, vllm_config: Any, _shared: Shared) -> Seam:
+        return boot.seam(self._config, vllm_config, self)
+
     async def _boot(self) -> None:
         self._set(ReplicaState.STARTING, "loading vLLM")
         self._errors.clear()
-        shared = self._shared = Shared(capacity=self.ring_records)
+        shared = self._shared = self._share()
         self._loop.add_reader(shared.log_fd, self._read_log)
         turn = Turn()
         try:
             vllm_config = await asyncio.to_thread(
                 boot.configure, self._config, self._path, shared=shared, gpus=self._gpus, turn=turn
             )
-            seam = self._seam = boot.seam(self._config, vllm_config, self)
-            if self._config.token_path == "scheduler":  # noqa: S105  # a way for tokens, not a secret
-                self._ring = RingReader(shared.ring, shared.capacity)
-                self._loop.add_reader(shared.bell_fd, self._read_bell)
+            seam = self._seam = self._make_seam(vllm_config, shared)
             await seam.open(turn.end)
-            self._mapper = await asyncio.to_thread(boot.mapper, vllm_config, self._config.lora)
-            await self._install_meter(seam, shared)
+            await self._equip(seam, shared, vllm_config)
             self._info = boot.info(vllm_config)
         except (RuntimeError, ValueError, OSError, TimeoutError) as e:
             self._read_log()
@@ -186,11 +195,26 @@ class VllmReplica:
         self._ready_at = time.monotonic()
         self._set(ReplicaState.READY, "ready")
 
-    async def _install_meter(self, seam: Seam, shared: Shared) -> None:
+    async def _equip(self, seam: Seam, shared: Shared, vllm_config: Any) -> None:
+        """What a process needs that submits."""
+        if self._config.token_path == "scheduler":  # noqa: S105  # a way for tokens, not a secret
+            self._open_ring(self._make_ring(shared))
+        self._mapper = await asyncio.to_thread(boot.mapper, vllm_config, self._config.lora)
+        await self._install_meter(seam)
+
+    def _make_ring(self, shared: Shared) -> RingFiles:
+        return shared.ring
+
+    def _open_ring(self, files: RingFiles) -> None:
+        self._ring_files = files
+        self._ring = RingReader(files.memory, files.capacity)
+        self._loop.add_reader(files.bell_fd, self._read_bell)
+
+    async def _install_meter(self, seam: Seam) -> None:
         """Our worker extension wraps the sampler."""
         if not self.meters:
             return
-        settings = {**shared.settings, "meter": self.meters[0]}
+        settings = {"meter": self.meters[0], "client": self._index, "nonce": self._runs.nonce}
         try:
             found = await seam.call("collective_rpc", "evap_install", None, (settings,), None)
         except RuntimeError as e:
@@ -252,9 +276,9 @@ class VllmReplica:
     # Shared memory and pipes
 
     def _read_bell(self) -> None:
-        if self._shared is not None:
+        if self._ring_files is not None:
             with contextlib.suppress(BlockingIOError):
-                os.read(self._shared.bell_fd, 1 << 16)
+                os.read(self._ring_files.bell_fd, 1 << 16)
             self._drain_ring()
 
     def _drain_ring(self) -> None:
@@ -290,18 +314,24 @@ class VllmReplica:
             self._on_state(state, line)
 
     async def _close(self) -> None:
+        await self._part()
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            self._loop.remove_reader(shared.log_fd)
+            shared.close()
+
+    async def _part(self) -> None:
+        """Let go of the engine (and end it, if it is ours)."""
         seam, self._seam = self._seam, None
         if seam is not None:
             await seam.close(STOP_TIMEOUT_S)
         self._mapper = None
+        files, self._ring_files = self._ring_files, None
+        if files is not None:
+            self._loop.remove_reader(files.bell_fd)
         if self._ring is not None:
             self._ring.close()
             self._ring = None
-        shared, self._shared = self._shared, None
-        if shared is not None:
-            self._loop.remove_reader(shared.bell_fd)
-            self._loop.remove_reader(shared.log_fd)
-            shared.close()
 
     def pids(self) -> list[int]:
         """Processes of the engine core; for tests and the doctor."""

@@ -13,9 +13,7 @@ Three ways lead tokens here, and each run uses one at a time:
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -23,6 +21,7 @@ import numpy.typing as npt
 
 from evap.engine.vllm import ids
 from evap.engine.vllm.shared import FINGERPRINT_SEED, Prints, fingerprints
+from evap.engine.vllm.table import SLOTS, Table
 from evap.messages import (
     FINISH_MASK,
     HAS_LOGPROBS,
@@ -35,8 +34,6 @@ from evap.messages import (
     TokenLogprobs,
     UInt8,
 )
-
-SLOTS: Final = 1 << 16
 
 
 class Row(msgspec.Struct, gc=False, kw_only=True):
@@ -65,14 +62,17 @@ class _Run:
 
 
 class Runs:
-    """The runs of one engine process."""
+    """The runs of one engine process that this one has asked for. table: where to keep them; None: our own memory."""
 
-    def __init__(self) -> None:
-        self._nonce = secrets.token_hex(3)
+    def __init__(self, table: Table | None = None) -> None:
+        table = table if table is not None else Table()
+        #: of all their ids
+        self.nonce = table.begin()
+        self._number = table.number
         self._numbers = itertools.count()
         self._runs: dict[str, _Run] = {}
         self._at: dict[int, _Run] = {}  # slot -> its run
-        self._live: Int32 = np.full(SLOTS, -1, np.int32)  # slot -> generation, -1: none
+        self._live: Int32 = table.live
         self._count: Int32 = np.zeros(SLOTS, np.int32)  # slot -> tokens so far
         self._prints: Prints = np.zeros(SLOTS, np.uint64)  # slot -> fingerprint of the tokens off the ring
         self._ended: dict[str, tuple[int, int]] = {}  # ended on the ring, not yet settled: (count, fingerprint)
@@ -87,8 +87,10 @@ class Runs:
         """Begin a run. Returns its request id."""
         if slot in self._at:
             raise ValueError(f"slot {slot} is still in use")
-        request_id = ids.make(self._nonce, next(self._numbers), slot, generation)
+        number = next(self._numbers) & 0xFFFFFFFF
+        request_id = ids.make(self.nonce, number, slot, generation)
         run = self._runs[request_id] = self._at[slot] = _Run(request_id, slot, generation)
+        self._number[slot] = number
         self._live[slot] = run.generation
         self._count[slot] = 0
         self._prints[slot] = FINGERPRINT_SEED

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from evap.engine.meter import map_file
 from evap.engine.vllm import ids
 from evap.engine.vllm.rows import ACCOUNT_KEY, FINISHES
-from evap.engine.vllm.shared import CONFIG_KEY, Bell, fingerprint
+from evap.engine.vllm.shared import BELL_FILE, CONFIG_KEY, RING_FILE, Bell, fingerprint
 from evap.engine.vllm.usage import Telling
 from evap.errors import OutdatedError
 from evap.messages import META, NO_TOKEN, SILENT, Finish
@@ -28,26 +28,45 @@ from evap.ring import RingWriter
 _STOP: Final = 0
 
 
+class Way:
+    """The ring of one process of evap's, in its directory. nonce: of its requests' ids. Raises OSError."""
+
+    def __init__(self, folder: str, capacity: int, nonce: str) -> None:
+        self.nonce = nonce
+        self.bell = Bell(f"{folder}/{BELL_FILE}")
+        self.writer = RingWriter(map_file(f"{folder}/{RING_FILE}"), capacity)
+
+    def close(self) -> None:
+        self.writer.close()
+        self.bell.close()
+
+
 class _Known:
     """A request that has had output."""
 
-    __slots__ = ("count", "generation", "request", "slot")
+    __slots__ = ("count", "generation", "request", "slot", "way")
 
-    def __init__(self, request: Any, where: tuple[int, int]) -> None:
+    def __init__(self, request: Any, where: tuple[int, int], way: Way) -> None:
         self.request = request
+        self.way = way
         self.count = 0
         self.slot, self.generation = where
 
 
 class RingPath:
-    """What happens to a step's outputs. Holds only requests that have had output and have not ended."""
+    """What happens to a step's outputs. Holds only requests that have had output and have not ended.
+
+    Where several processes use the engine, each has a directory of its own, which it makes before its first request.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         try:
-            self._writer = RingWriter(map_file(settings["ring"]), settings["capacity"])
+            self._folder, self._capacity = settings["folder"], settings["capacity"]
+            self._only = None if settings["many"] else Way(self._folder, self._capacity, "")
         except (KeyError, ValueError) as error:
             raise OutdatedError(error) from error
-        self._bell = Bell(settings["bell"])
+        self._ways: dict[int, Way | None] = {}  # number of the process -> its last one's; None: it cannot be opened
+        self._nonces: dict[int, str] = {}
         self._known: dict[str, _Known] = {}
         self._by_message: set[str] = set()  # requests whose tokens travel by message until they end
         self._step = 0
@@ -55,30 +74,54 @@ class RingPath:
     def take(self, outputs: dict[int, Any], requests: dict[str, Any]) -> dict[int, Any]:
         """Move what can be moved from the messages into the ring. `requests`: the scheduler's, as before the step."""
         self._step += 1
-        columns: tuple[list[int], ...] = ([], [], [], [], [])
         for client in list(outputs):
             message = outputs[client]
-            if message.outputs:
-                message.outputs = self._filter(message.outputs, requests, columns)
+            way = self._way(client, message.outputs) if message.outputs else None
+            if way is not None:
+                message.outputs = self._through(way, message.outputs, requests)
             if not message.outputs and message.scheduler_stats is None and message.utility_output is None:
                 del outputs[client]
+        return outputs
+
+    def _way(self, client: int, outputs: list[Any]) -> Way | None:
+        """The ring of the process with this number: another one's once it has been started again."""
+        if self._only is not None:
+            return self._only
+        nonce = ids.nonce_of(outputs[-1].request_id)
+        if nonce != self._nonces.get(client):
+            self._nonces[client] = nonce
+            old = self._ways.pop(client, None)
+            if old is not None:
+                old.close()
+            try:
+                self._ways[client] = Way(f"{self._folder}/{nonce}", self._capacity, nonce)
+            except (OSError, ValueError):  # gone already, and about to be aborted; or of another version
+                self._ways[client] = None
+        return self._ways[client]
+
+    def _through(self, way: Way, outputs: list[Any], requests: dict[str, Any]) -> list[Any]:
+        """Into the ring what it has room for; the outputs that are left for the message."""
+        columns: tuple[list[int], ...] = ([], [], [], [], [])
+        kept = self._filter(way, outputs, requests, columns)
         if columns[0]:
             slot, generation, token, index, flags = columns
-            self._writer.write(slot, generation, token, index, flags, self._step)
-            self._bell.ring()
-        return outputs
+            way.writer.write(slot, generation, token, index, flags, self._step)
+            way.bell.ring()
+        return kept
 
     def forget(self, request_id: str) -> None:
         """It was aborted."""
         self._known.pop(request_id, None)
         self._by_message.discard(request_id)
 
-    def _filter(self, outputs: list[Any], requests: dict[str, Any], columns: tuple[list[int], ...]) -> list[Any]:
-        room = self._writer.room() - len(columns[0])
+    def _filter(
+        self, way: Way, outputs: list[Any], requests: dict[str, Any], columns: tuple[list[int], ...]
+    ) -> list[Any]:
+        room = way.writer.room()
         kept: list[Any] = []
         for output in outputs:
             needed = len(output.new_token_ids) + 2  # META and a final record, at most
-            if output.request_id in self._by_message or not self._fits(output, requests, needed <= room):
+            if output.request_id in self._by_message or not self._fits(way, output, requests, needed <= room):
                 kept.append(output)
                 if output.finish_reason is not None:
                     self.forget(output.request_id)
@@ -88,7 +131,7 @@ class RingPath:
                 kept.append(self._account(output))
         return kept
 
-    def _fits(self, output: Any, requests: dict[str, Any], room: bool) -> bool:
+    def _fits(self, way: Way, output: Any, requests: dict[str, Any], room: bool) -> bool:
         """Whether this request's tokens go through the ring; once they do not, they do not until its end."""
         known = self._known.get(output.request_id)
         if known is None:
@@ -96,8 +139,9 @@ class RingPath:
             where = ids.parse(output.request_id)
             if request is None or where is None:  # it never ran (an error before its first token)
                 return False
-            known = self._known[output.request_id] = _Known(request, where)
-        if room and output.new_logprobs is None and output.new_prompt_logprobs_tensors is None:
+            known = self._known[output.request_id] = _Known(request, where, way)
+            room &= way.nonce in ("", ids.nonce_of(output.request_id))  # else: a process's that is gone
+        if room and known.way is way and output.new_logprobs is None and output.new_prompt_logprobs_tensors is None:
             return True
         self._by_message.add(output.request_id)
         return False

@@ -38,6 +38,9 @@ CONFIG_KEY: Final = "evap"
 RING_RECORDS: Final = 1 << 14
 #: The whole KV cache, in Word.KV_USAGE.
 USAGE_ONE: Final = 1 << 32
+RING_FILE: Final = "ring"
+BELL_FILE: Final = "bell"
+USAGE_FILE: Final = "usage"
 FINGERPRINT_SEED: Final = 0x9E3779B97F4A7C15
 _PREFIX: Final = "evap-vllm-"
 _GRACE_S: Final = 5.0
@@ -83,36 +86,32 @@ class Bell:
         os.close(self._fd)
 
 
-class Shared:
-    """The directory, made by evap's process for one start of an engine.
+class RingFiles:
+    """A token ring and its doorbell in a directory. memory: the ring's; bell_fd: the reading end, non-blocking."""
 
-    ring: the token ring's memory; bell_fd, log_fd: reading ends, non-blocking. `settings` goes to the engine.
-    """
-
-    def __init__(self, *, capacity: int = RING_RECORDS) -> None:
-        base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  # memory, not a place for files
-        folder = Path(base or tempfile.gettempdir())
-        _sweep(folder)
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=folder))
+    def __init__(self, folder: Path, capacity: int) -> None:
         self.capacity = capacity
-        self.ring_path = self.path / "ring"
-        with self.ring_path.open("wb") as file:
+        path = folder / RING_FILE
+        with path.open("wb") as file:
             file.truncate(ring_bytes(capacity))
-        self.ring = map_file(self.ring_path)
-        self.usage_path = self.path / "usage"
-        self.usage_path.write_bytes(bytes(8 * len(Word)))
-        self.usage = map_file(self.usage_path)
-        self.bell_fd = _fifo(self.path / "bell")
-        self.log_fd = _fifo(self.path / "log")
+        self.memory = map_file(path)
+        self.bell_fd = _fifo(folder / BELL_FILE)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"ring": str(self.ring_path), "capacity": self.capacity, "bell": str(self.path / "bell"),
-                "usage": str(self.usage_path)}  # fmt: skip
+    def close(self) -> None:
+        """Readers of the ring must have let go of the memory."""
+        os.close(self.bell_fd)
+        self.memory.close()
+
+
+class Usage:
+    """What the engine's process says of itself (see `usage.py`), in its directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._memory = map_file(folder / USAGE_FILE)
 
     @property
     def kv_usage(self) -> float:
-        """Share of the engine's KV cache that generations hold, as of its last step (see `usage.py`)."""
+        """Share of the engine's KV cache that generations hold, as of its last step."""
         return self._word(Word.KV_USAGE) / USAGE_ONE
 
     @property
@@ -126,7 +125,34 @@ class Shared:
         return self._word(Word.STEP_SINCE_NS)
 
     def _word(self, word: Word) -> int:
-        return int.from_bytes(self.usage[8 * word : 8 * word + 8], sys.byteorder)
+        return int.from_bytes(self._memory[8 * word : 8 * word + 8], sys.byteorder)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class Shared:
+    """The directory, made by evap's process for one start of an engine.
+
+    ring: the token ring and its doorbell; log_fd: reading end, non-blocking. `settings` goes to the engine. many:
+    several processes use the engine, each with a ring in a directory here that is called as the nonce of its requests.
+    """
+
+    def __init__(self, *, capacity: int = RING_RECORDS, many: bool = False) -> None:
+        base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  # memory, not a place for files
+        folder = Path(base or tempfile.gettempdir())
+        _sweep(folder)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=folder))
+        self.ring = RingFiles(self.path, capacity)
+        (self.path / USAGE_FILE).write_bytes(bytes(8 * len(Word)))
+        self.usage = Usage(self.path)
+        self._many = many
+        self.log_fd = _fifo(self.path / "log")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"folder": str(self.path), "capacity": self.ring.capacity, "many": self._many,
+                "usage": str(self.path / USAGE_FILE)}  # fmt: skip
 
     def logging_file(self) -> str:
         """A logging configuration (JSON, dictConfig) with which vLLM's processes send their lines here."""
@@ -140,8 +166,7 @@ class Shared:
 
     def close(self) -> None:
         """Remove it. Readers of the ring must have let go of the memory."""
-        for fd in (self.bell_fd, self.log_fd):
-            os.close(fd)
+        os.close(self.log_fd)
         self.ring.close()
         self.usage.close()
         shutil.rmtree(self.path, ignore_errors=True)

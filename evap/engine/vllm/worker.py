@@ -19,7 +19,7 @@ import contextlib
 import importlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,21 @@ from evap.engine.meter import open_writer, stream_of
 from evap.engine.vllm import ids
 
 Ints = npt.NDArray[np.int32]
+SLOT_BITS: Final = 16
+SLOT_MASK: Final = np.int32((1 << SLOT_BITS) - 1)
 
 
 class Meter:
     """Mixed into vLLM's worker by `worker_extension_cls`; its names must not meet the worker's own."""
 
+    _evap_counter: Counter | None = None
+
     def evap_install(self, settings: dict[str, Any]) -> bool:
-        """Start metering into the page that `settings["meter"]` names. True in the worker that counts."""
+        """Start metering into the page that `settings["meter"]` names. True in the worker that counts.
+
+        Each process that uses the engine asks for its own page: `nonce` is that of its request ids, `client` its
+        number, whose last page this replaces.
+        """
         spec = settings.get("meter")
         if spec is None or not counts_here():
             return False
@@ -42,9 +50,11 @@ class Meter:
         writer = open_writer(spec, str(runner.device.type), time.monotonic_ns, tensors=True)
         if writer is None:
             return False
-        counter = Counter(writer, importlib.import_module(spec["module"]).Join)
-        counter.stream = stream_of(writer)
-        wrap(runner, counter)
+        if self._evap_counter is None:
+            self._evap_counter = Counter(importlib.import_module(spec["module"]).Join)
+            self._evap_counter.stream = stream_of(writer)
+            wrap(runner, self._evap_counter)
+        self._evap_counter.add(settings["client"], settings["nonce"], writer)
         return True
 
 
@@ -72,31 +82,48 @@ def wrap(runner: Any, counter: Counter) -> None:
 
 
 class Counter:
-    """Turns the runner's batches into the meter's: slots for request ids, one array of tokens per step."""
+    """Turns the runner's batches into the meter's: slots for request ids, one array of tokens per step.
 
-    def __init__(self, writer: Any, join: Callable[..., Any]) -> None:
-        self._writer = writer
+    Each process that uses the engine has a page (and a writer), and slots of its own: here they have the process's
+    number above their 16 bits.
+    """
+
+    def __init__(self, join: Callable[..., Any]) -> None:
         self._join = join
-        self._slots: dict[str, int] = {}
+        self._slots: dict[str, int] = {}  # request id -> slot, with the process's number
+        self._writers: dict[int, Any] = {}
+        self._clients: dict[str, int] = {}  # nonce of request ids -> number of the process
+        self._only: Any = None  # the writer, if it is process 0's and the only one
         self.stream: Callable[[], Any] = contextlib.nullcontext
+
+    def add(self, client: int, nonce: str, writer: Any) -> None:
+        """A process's page. What its predecessor had asked for is not counted any more: nobody reads that page."""
+        self._writers[client] = writer
+        self._clients = {known: n for known, n in self._clients.items() if n != client} | {nonce: client}
+        self._slots = {i: slot for i, slot in self._slots.items() if slot >> SLOT_BITS != client}
+        self._only = writer if list(self._writers) == [0] else None
 
     def before(self, scheduler_output: Any) -> None:
         """New requests join; those that ended leave (a slot that is taken again joins with its new generation)."""
         for request_id in scheduler_output.finished_req_ids:
             self._slots.pop(request_id, None)
-        joins = [self._new(request) for request in scheduler_output.scheduled_new_reqs]
+        joins: dict[int, list[Any]] = {client: [] for client in self._writers}
+        for request in scheduler_output.scheduled_new_reqs:
+            client = self._clients.get(ids.nonce_of(request.req_id))
+            if client is not None and request.sampling_params is not None:  # else: a warm-up, or nobody's any more
+                join = self._new(request, client)
+                if join is not None:
+                    joins[client].append(join)
         with self.stream():
-            self._writer.begin([join for join in joins if join is not None], time.monotonic_ns())
+            for client, writer in self._writers.items():
+                writer.begin(joins[client], time.monotonic_ns())
 
-    def _new(self, request: Any) -> Any:
+    def _new(self, request: Any, client: int) -> Any:
         where = ids.parse(request.req_id)
-        if where is None or request.sampling_params is None:
-            return None  # not a request of ours: a warm-up, say
+        if where is None or request.req_id in self._slots:
+            return None  # preempted, and computed again: its prompt is counted once
         slot, generation = where
-        known = request.req_id in self._slots  # preempted, and computed again: its prompt is counted once
-        self._slots[request.req_id] = slot
-        if known:
-            return None
+        self._slots[request.req_id] = client << SLOT_BITS | slot
         params = request.sampling_params
         eos = params.eos_token_id
         return self._join(
@@ -133,4 +160,12 @@ class Counter:
 
     def _step(self, slots: Ints, tokens: Any, counts: Any) -> None:
         with self.stream():
-            self._writer.step(slots, tokens, counts, time.monotonic_ns(), ring=False)
+            if self._only is not None:
+                self._only.step(slots, tokens, counts, time.monotonic_ns(), ring=False)
+                return
+            clients = slots >> SLOT_BITS
+            for client, writer in self._writers.items():
+                mine = clients == client
+                if mine.any():
+                    own = np.where(mine, slots & SLOT_MASK, np.int32(-1))
+                    writer.step(own, tokens, counts, time.monotonic_ns(), ring=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from evap.engine.meter import map_file
-from evap.engine.vllm.shared import Bell, PipeHandler, Shared, parse_lines
+from evap.engine.vllm.shared import BELL_FILE, RING_FILE, Bell, PipeHandler, Shared, parse_lines
 from evap.ring import RingReader, RingWriter
 
 
@@ -27,8 +27,8 @@ def shared() -> Iterator[Shared]:
 
 
 def test_what_the_engine_writes_is_read_here(shared: Shared) -> None:
-    memory = map_file(shared.settings["ring"])
-    writer, reader = RingWriter(memory, 64), RingReader(shared.ring, 64)
+    memory = map_file(shared.path / RING_FILE)
+    writer, reader = RingWriter(memory, 64), RingReader(shared.ring.memory, 64)
     writer.write([1], [2], [3], [0], [0], 1)
     batch = reader.poll()
     assert batch is not None
@@ -39,12 +39,12 @@ def test_what_the_engine_writes_is_read_here(shared: Shared) -> None:
 
 
 def test_the_bell_wakes_and_a_full_one_does_not_block(shared: Shared) -> None:
-    bell = Bell(shared.settings["bell"])
+    bell = Bell(str(shared.path / BELL_FILE))
     with pytest.raises(BlockingIOError):
-        os.read(shared.bell_fd, 1)
+        os.read(shared.ring.bell_fd, 1)
     for _ in range(100_000):
         bell.ring()
-    assert os.read(shared.bell_fd, 4) == b"!!!!"
+    assert os.read(shared.ring.bell_fd, 4) == b"!!!!"
     bell.close()
 
 

@@ -20,6 +20,7 @@ from evap.metering.writer import Join, NumpyMeter
 from tests.engine.vllm.live import NEEDS_VLLM, Live, ask, engine
 
 SLOTS = 256
+NONCE = "0a0b0c"
 
 
 def scheduled(*new: Any, finished: Sequence[str] = ()) -> Any:
@@ -34,7 +35,7 @@ def new(request_id: str, prompt: int = 10, cached: int = 0, limit: int = 5) -> A
 
 
 def name(number: int, slot: int, generation: int) -> str:
-    return make("0a0b0c", number, slot, generation)
+    return make(NONCE, number, slot, generation)
 
 
 def lists(*rows: tuple[str, list[int]]) -> Any:
@@ -45,7 +46,9 @@ def lists(*rows: tuple[str, list[int]]) -> Any:
 def page() -> tuple[Counter, PageReader]:
     memory = bytearray(1 << 17)
     format_page(memory, SLOTS, epoch_device_ns=0, epoch_unix_ns=0)
-    return Counter(NumpyMeter(memory), Join), PageReader(memory)
+    counter = Counter(Join)
+    counter.add(0, NONCE, NumpyMeter(memory))
+    return counter, PageReader(memory)
 
 
 def test_tokens_are_counted_by_slot(page: tuple[Counter, PageReader]) -> None:
