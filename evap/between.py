@@ -22,6 +22,7 @@ class Start(Message):
     accounts: descriptor of `SharedAccounts` and its rows; operations, turns: of `SharedOperations` and `Turns`;
     tally: of its own `Tally`.
     secret: for cache salts. certificate: (certificate, key) in PEM, where the parent has made them.
+    late: others serve already, so that connections are better taken once the engine can be reached.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Start(Message):
     secret: bytes
     certificate: tuple[bytes, bytes] | None = None
     tally: int = -1
+    late: bool = False
 
 
 class Engine(Message):

@@ -46,6 +46,7 @@ class LoopProcess(Server):
         super().__init__(start.config)
         self._start, self._sock = start, sock
         self.numbers = Tally(mmap.mmap(start.tally, SIZE))
+        self.late = start.late
         self._guest: Guest | None = None
 
     async def main(self) -> int:
@@ -72,7 +73,7 @@ class LoopProcess(Server):
         shared = [Listener(listening.take(fd)) for fd in self._start.listening]
         if self._start.tcp is None:
             return shared
-        return [Listener(sockets.listen(*self._start.tcp, reuse_port=True)), *shared]
+        return [Listener(sockets.listen(*self._start.tcp, reuse_port=True, now=not self.late)), *shared]
 
     async def _build(self) -> Built:
         built = await self._loop.run_in_executor(None, build, self.config.engine, self._loop, self._want)

@@ -206,7 +206,7 @@ class Parent:
     def _spawn(self, number: int) -> None:
         start, listeners = self._start, [listener.sock.fileno() for listener in self.listeners]
         tally = make_memory("evap-tally", SIZE)
-        mine = msgspec.structs.replace(start, number=number, tally=tally)
+        mine = msgspec.structs.replace(start, number=number, tally=tally, late=self._announced)
         fds = [*listeners, *self.books.inherited, tally]
         child = self.children[number] = Child(mine, fds, on_message=self._told, on_exit=self._exited)
         child.tally = mmap.mmap(tally, SIZE)

@@ -71,6 +71,7 @@ class Server:
         self.config = config
         self.slots = _slots(config.engine)
         self._started_ns = time.monotonic_ns()
+        self.late = False  #: accept connections only once the engine is ready
         self._stop = asyncio.Event()
         self._forced = asyncio.Event()
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="evap-tokenize")
@@ -134,11 +135,12 @@ class Server:
         self.tls = self._tls()
         tls = self.tls.context if self.tls is not None else None
         self._assemble(built)
-        servers = [await self._accept(listener, tls) for listener in self.listeners]
+        servers = [] if self.late else await self._accept_all(tls)
         tickers = [self._loop.create_task(work()) for work in (self._tick, self._watch)]
         try:
             if not await self._start_engine(built):
                 return 0
+            servers = servers or await self._accept_all(tls)
             self._announce(built)
             gc.collect()
             gc.freeze()  # what is alive now stays alive: collections need not walk it
@@ -154,6 +156,9 @@ class Server:
             if self.intake is not None:
                 self.intake.close()
             await built.replica.stop()
+
+    async def _accept_all(self, tls: ssl.SSLContext | None) -> list[asyncio.AbstractServer]:
+        return [await self._accept(listener, tls) for listener in self.listeners]
 
     async def _accept(self, listener: Listener, tls: ssl.SSLContext | None) -> asyncio.AbstractServer:
         """A UNIX socket has no TLS: its file's permissions say who may connect, and nobody listens in between."""

@@ -101,10 +101,11 @@ def address(peername: object) -> str:
     return "" if peername is None else str(peername or "unix")
 
 
-def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+def listen(host: str, port: int, *, reuse_port: bool = False, now: bool = True) -> socket.socket:
     """A listening TCP socket. Raises StartupError when the address is taken or not ours.
 
-    reuse_port: beside others of this user; the kernel spreads connections over them.
+    reuse_port: beside others of this user; the kernel spreads connections over them. now: False binds only, so that
+    it gets none until its user listens.
     """
     try:
         family, kind, proto, _, place = socket.getaddrinfo(
@@ -118,7 +119,8 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         if reuse_port:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind(place)
-        listening.listen(4096)
+        if now:
+            listening.listen(4096)
         listening.setblocking(False)
     except OSError as error:
         listening.close()

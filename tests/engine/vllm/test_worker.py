@@ -96,6 +96,35 @@ def test_a_slot_taken_again_starts_from_nothing(page: tuple[Counter, PageReader]
     assert (row.generation, row.computed) == (4, 1)
 
 
+def test_each_process_has_a_page_and_slots_of_its_own() -> None:
+    """Two processes use the same slots; one of them is started again while its request is still in the batch."""
+    pages = [bytearray(1 << 17) for _ in range(3)]
+    for memory in pages:
+        format_page(memory, SLOTS, epoch_device_ns=0, epoch_unix_ns=0)
+    one, other, again = (PageReader(memory) for memory in pages)
+    counter = Counter(Join)
+    counter.add(1, "000001", NumpyMeter(pages[0]))
+    counter.add(2, "000002", NumpyMeter(pages[1]))
+    mine, theirs, nobodys = (make(nonce, 0, 7, 3) for nonce in ("000001", "000002", "000003"))
+    counter.before(scheduled(new(mine, prompt=40), new(theirs, prompt=50), new(nobodys)))
+    counter.after(lists((mine, [50]), (theirs, [51, 52]), (nobodys, [53])))
+    counter.after(lists((theirs, [54])))
+    rows = one.row(7), other.row(7)
+    assert [(row.prompt, row.computed) for row in rows if row] == [(40, 1), (50, 3)]
+    assert (one.heartbeat(), other.heartbeat()) == (1, 2)  # steps in which it had a row
+
+    counter.add(2, "000004", NumpyMeter(pages[2]))
+    counter.after(lists((mine, [60]), (theirs, [61])))
+    assert [row.computed for row in (one.row(7), other.row(7)) if row] == [2, 3]
+    assert again.row(7) is None
+    replaced = make("000004", 0, 7, 3)
+    counter.before(scheduled(new(replaced, prompt=9)))
+    counter.after(lists((replaced, [1]), (mine, [2])))
+    row = again.row(7)
+    assert row is not None
+    assert (row.prompt, row.computed) == (9, 1)
+
+
 def test_requests_that_are_not_ours_do_not_count(page: tuple[Counter, PageReader]) -> None:
     counter, reader = page
     counter.before(scheduled(new("warm-up")))
