@@ -61,18 +61,19 @@ class Result:
 
 
 class Live:
-    """A started replica. All methods may be called from the test's thread."""
+    """A started replica. All methods may be called from the test's thread. loop: one that runs, for several on one."""
 
-    def __init__(self, make: Callable[[], Replica]) -> None:
+    def __init__(self, make: Callable[[], Replica], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.states: list[tuple[ReplicaState, str]] = []
         self.largest_batch = 0
         self.batches = 0
         self._results: dict[tuple[int, int], Result] = {}
         self._generation = 0
         self._changed = threading.Condition()
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="live engine", daemon=True)
-        self._thread.start()
+        if loop is None:
+            self._thread.start()
         self.replica: Any = self.do(make)
         self.do(lambda: self.replica.listen(self._on_batch, self._on_state))
 
