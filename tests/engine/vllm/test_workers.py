@@ -59,16 +59,15 @@ def test_all_share_one_engine_and_get_their_own_tokens(many: tuple[Server, Path,
     texts = {(n % 4, a.json()["choices"][0]["message"]["content"]) for n, a in enumerate(answers)}
     assert len(texts) == 4
     assert [a.json()["usage"]["completion_tokens"] for a in answers] == [24] * 48
-    assert [a.status_code for a in together(server, 12, 5, logprobs=True)] == [200] * 12  # by message on any path
     assert all(now > then for now, then in zip(busy(server), before, strict=True)), "both processes have served"
-    eventually(lambda: len(records(data)) == 60, "the ledger has them")
+    eventually(lambda: len(records(data)) == 48, "the ledger has them")
     page, kept = numbers(server), records(data)
     for kind in ("computed", "emitted", "delivered", "prompt", "cached"):
         assert page[f'evap_tokens_total{{kind="{kind}"}}'] == sum(getattr(r, kind) for r in kept), kind
-    assert page['evap_tokens_total{kind="emitted"}'] == 48 * 24 + 12 * 5
+    assert page['evap_tokens_total{kind="emitted"}'] == 48 * 24
     assert page["evap_meter_mismatches_total"] == page["evap_engine_mismatches_total"] == 0, path
     assert page["evap_running"] == page["evap_waiting"] == 0
-    assert {r.steps for r in kept} <= {24, 25, 5, 6}, "counted where they were sampled, one step past an end at most"
+    assert {r.steps for r in kept} <= {24, 25}, "counted where they were sampled, one step past an end at most"
 
 
 @pytest.mark.parametrize("many", ["core", "scheduler"], indirect=True)
