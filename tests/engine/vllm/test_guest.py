@@ -17,6 +17,7 @@ from evap.engine.vllm import boot
 from evap.engine.vllm.guest import VllmGuest
 from evap.engine.vllm.rows import Step
 from evap.engine.vllm.runs import Row
+from evap.engine.vllm.shared import USAGE_FILE, Word
 from evap.engine.vllm.table import make_memory, open_table
 from evap.errors import StartupError
 from evap.messages import EngineInfo, Finish, ReplicaState
@@ -63,6 +64,7 @@ class World:
         self.seams: list[Seam] = []
         self.asked: list[Spec | None] = []
         self.folder = tmp_path
+        (tmp_path / USAGE_FILE).write_bytes(bytes(8 * len(Word)))
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000))
         monkeypatch.setattr(boot, "configure", lambda *_args, **_kwargs: self.vllm_config)
         monkeypatch.setattr(boot, "guest_seam", lambda _config, sink, address: self._seam(sink, address))
