@@ -16,6 +16,7 @@ from evap.config import EngineConfig
 from evap.engine.vllm.replica import VllmReplica
 from evap.errors import OUTDATED, StartupError
 from evap.messages import Finish, ReplicaState
+from tests.clients.asking import eventually
 from tests.engine.vllm.live import NEEDS_VLLM, Live, ask, config, engine, prepare_environment
 
 pytestmark = NEEDS_VLLM
@@ -98,11 +99,8 @@ def test_an_upgrade_in_place_ends_in_one_clear_error(tiny: Path, monkeypatch: py
         assert len(live.generate(ask(n=5))[0].tokens) == 5
         monkeypatch.setattr("evap.ring.RING_VERSION", 99)  # what the server has in memory is not what is on disk
         os.kill(live.replica.pids()[0], signal.SIGKILL)
-        ready = threading.Event()
-        for _ in range(1200):
-            if live.replica._revival is not None and live.replica._revival.done():
-                break
-            ready.wait(0.1)
+        over = lambda: live.replica._revival is not None and live.replica._revival.done()  # noqa: E731
+        eventually(over, "the engine starts for ever", 600)
         state, line = live.states[-1]
         assert state is ReplicaState.FAILED
         assert OUTDATED in line

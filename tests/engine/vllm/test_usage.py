@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from evap.messages import Finish
+from tests.clients.asking import eventually
 from tests.engine.vllm.live import NEEDS_VLLM, Live, ask, engine
 
 pytestmark = NEEDS_VLLM
@@ -23,8 +23,7 @@ def live(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Live]:
 
 def soon(check: Callable[[], bool]) -> bool:
     """The engine writes it after the step whose tokens have come."""
-    pause = threading.Event()
-    return any(check() or pause.wait(0.01) for _ in range(3000))
+    return eventually(check, "the engine does not say it") >= 0
 
 
 def test_what_runs_holds_its_share(live: Live) -> None:
