@@ -1,13 +1,10 @@
 """Seam "core": the engine core's client below AsyncLLM. One wake of the loop per engine step.
 
-vLLM's client starts the engine and owns the sockets; evap reads and writes them itself, because a future and a task
-wake-up per message cost more than everything else on this path. ZMQ's descriptor is edge-triggered: it is drained
-until it would block.
+vLLM's client starts the engine and watches its process; evap reads and writes the connections itself (wire.py), because
+a future and a task wake-up per message cost more than everything else on this path.
 
-Rule 1: vLLM closes the sockets on the loop's thread when the engine has died; the loop watches a duplicate of the
-        descriptor, so that a number that was closed and given out again is never watched.
-Rule 2: requests and aborts of one pass of the loop go out together, in order, at its end; the first request at once.
-Rule 3: the engine answers an abort with silence. A call that follows it through the same queue is its confirmation.
+Rule 1: requests and aborts of one pass of the loop go out together, in order, at its end; the first request at once.
+Rule 2: the engine answers an abort with silence. A call that follows it through the same queue is its confirmation.
 """
 
 from __future__ import annotations
@@ -17,36 +14,27 @@ import contextlib
 import itertools
 import logging
 import multiprocessing
-import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 import msgspec
-import zmq
 
 from evap.engine.vllm import ids, names
 from evap.engine.vllm.plain import PlainReader
 from evap.engine.vllm.rows import Account, Outputs, Step, needs_tensors, rows_of
 from evap.engine.vllm.runs import Row
+from evap.engine.vllm.wire import take_over
+from evap.engine.vllm.zmqwire import Wire
+from evap.engine.vllm.zmtp import Buffer
 
 logger = logging.getLogger(__name__)
 
-#: Messages taken per wake, so that a flood from the engine cannot keep the loop from its other work.
-MOST_PER_WAKE = 32
-#: zmq's own are enumerations, whose arithmetic costs more than the call
-_NOBLOCK: Final = int(zmq.NOBLOCK)
-_NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
 _ADD: Final[bytes] = names.EngineCoreRequestType.ADD.value
 _ABORT: Final[bytes] = names.EngineCoreRequestType.ABORT.value
 _UTILITY: Final[bytes] = names.EngineCoreRequestType.UTILITY.value
 _encode: Final = msgspec.msgpack.Encoder().encode
 #: Sampling parameters whose encoding is remembered.
 MOST_KNOWN: Final = 256
-#: ZMQ copies messages that are shorter; sharing memory with its thread costs more.
-MOST_COPIED: Final = 64 << 10
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
 class Sink(Protocol):
@@ -95,7 +83,7 @@ class CoreSeam:
         self._sink = sink
         self._loop = asyncio.get_running_loop()
         self._client: Any = None
-        self._fd = -1
+        self._wire: Wire | None = None
         self._over = False
         self._decoder = msgspec.msgpack.Decoder(Outputs)
         self._plain = plain_reader()
@@ -117,7 +105,7 @@ class CoreSeam:
             with contextlib.suppress(Exception):
                 (await starting).shutdown(timeout=0)
             raise
-        self._attach()
+        await self._attach()
 
     def _start(self, spawned: Callable[[], None]) -> Any:
         """vLLM's client, when the engine is up (in a thread)."""
@@ -128,20 +116,22 @@ class CoreSeam:
             renderer=_Spawned(spawned),
         )
 
-    def _attach(self) -> None:
+    async def _attach(self) -> None:
         resources = self._client.resources
         died = self._loop.create_future()
         resources.output_queue_task = died  # vLLM cancels this "task" after it has closed the sockets of a dead engine
-        died.add_done_callback(lambda _: self._die("the engine's process ended"))
-        self._out = zmq.Socket.shadow(resources.output_socket.underlying)
-        self._in = zmq.Socket.shadow(resources.input_socket.underlying)
-        self._engine = self._client.core_engine
         self._encode = self._client.encoder.encode
-        if resources.engine_dead:
+        wire = await self._connect(resources)
+        if resources.engine_dead or died.done():
+            wire.close()
             raise RuntimeError("the engine's process ended while it was starting")
-        self._fd = os.dup(self._out.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self._drain)
-        self._loop.call_soon(self._drain)  # what came before the reader was there gave no edge
+        self._wire = wire
+        died.add_done_callback(lambda _: self._die("the engine's process ended"))
+
+    async def _connect(self, resources: Any) -> Wire:
+        """By the sockets of vLLM's client."""
+        sockets = resources.input_socket, resources.output_socket
+        return await take_over(resources.ctx, sockets, self._client.core_engine, self._take, self._die)
 
     def pids(self) -> list[int]:
         manager = self._client.resources.engine_manager if self._client is not None else None
@@ -173,13 +163,15 @@ class CoreSeam:
         self._flushing = False
         adds, self._adds = self._adds, []
         aborts, self._aborts = self._aborts, []
-        if self._over:
+        wire = self._wire
+        if wire is None:
             return
         for request in adds:
-            self._send(_ADD, self._request(request))
+            wire.send((_ADD, *self._request(request)))
         if aborts:
-            self._send(_ABORT, self._encode(aborts))
-            self._utility("is_scheduler_paused", (), lambda _failure, _result: self._sink.on_aborted(aborts))
+            wire.send((_ABORT, *self._encode(aborts)))
+            self._utility(wire, "is_scheduler_paused", (), lambda _failure, _result: self._sink.on_aborted(aborts))
+        wire.flush()
 
     def _request(self, request: Any) -> Sequence[Buffer]:
         """A request, encoded. Sampling parameters are most of it, and those of many requests are one object."""
@@ -197,21 +189,12 @@ class CoreSeam:
         request.sampling_params = known[1]
         return (_encode(request),)
 
-    def _send(self, kind: bytes, parts: Sequence[Buffer]) -> None:
-        send = self._in.send
-        try:
-            send(self._engine, _NOBLOCK_MORE)
-            send(kind, _NOBLOCK_MORE)
-            for part in parts[:-1]:
-                send(part, _NOBLOCK_MORE, copy=len(part) < MOST_COPIED)
-            send(parts[-1], _NOBLOCK, copy=len(parts[-1]) < MOST_COPIED)
-        except zmq.ZMQError as e:
-            self._loop.call_soon(self._die, f"the engine takes no requests ({e})")
-
-    def _utility(self, method: str, args: Sequence[object], done: Callable[[str | None, Any], None]) -> None:
+    def _utility(
+        self, wire: Wire, method: str, args: Sequence[object], done: Callable[[str | None, Any], None]
+    ) -> None:
         call_id = next(self._call_ids)
         self._calls[call_id] = done
-        self._send(_UTILITY, self._encode((self._index, call_id, method, args)))
+        wire.send((_UTILITY, *self._encode((self._index, call_id, method, args))))
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
         """Run a method of EngineCore. The result is plain data. Raises RuntimeError with what it raised there."""
@@ -225,34 +208,14 @@ class CoreSeam:
             else:
                 future.set_result(result[1] if result else None)  # (type information, value)
 
-        if self._over:
+        if self._wire is None:
             done("the engine is not running", None)
         else:
-            self._utility(method, args, done)
+            self._utility(self._wire, method, args, done)
+            self._wire.flush()
         return future
 
     # In
-
-    def _drain(self) -> None:
-        receive, events = self._out.recv, self._out.getsockopt
-        try:
-            for _ in range(MOST_PER_WAKE):
-                part = receive(_NOBLOCK, copy=False)
-                if part.more:
-                    frames = [part.bytes]
-                    while part.more:
-                        part = receive(_NOBLOCK, copy=False)
-                        frames.append(part.bytes)
-                    self._take(frames)
-                else:
-                    self._take([part.bytes])
-                if self._over or not events(_EVENTS) & _POLLIN:  # this also arms the descriptor again
-                    return
-        except zmq.Again:  # a wake for nothing
-            return
-        except zmq.ZMQError:  # closed: `_die` is about to be called
-            return
-        self._loop.call_soon(self._drain)
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) == 1 and frames[0] == names.EngineCoreProc.ENGINE_CORE_DEAD:
@@ -293,10 +256,9 @@ class CoreSeam:
 
     def _detach(self, reason: str) -> None:
         self._over = True
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
         calls, self._calls = self._calls, {}
         for done in calls.values():
             done(reason, None)

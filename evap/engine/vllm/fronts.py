@@ -20,6 +20,7 @@ import zmq
 from evap.engine.vllm import names
 from evap.engine.vllm.addresses import Address
 from evap.engine.vllm.client import _UTILITY, CoreSeam, Deaf, Sink
+from evap.engine.vllm.zmqwire import Wire, ZmqWire
 
 #: How long a guest waits for the engine to connect and answer; a step of a long prefill may be in it.
 HELLO_S: Final = 60.0
@@ -103,12 +104,17 @@ class GuestSeam(CoreSeam):
         sink, self._sink = self._sink, Deaf()
         try:
             self._client = _Client(self._address)
-            self._attach()
+            await self._attach()
             async with asyncio.timeout(HELLO_S):
                 await self._hello()
         except zmq.ZMQError as e:
             raise RuntimeError(f"no way to the engine ({e})") from e
         self._sink = sink
+
+    async def _connect(self, resources: Any) -> Wire:
+        """By libzmq: what it says of an engine that is not there (yet) is needed."""
+        sockets = resources.input_socket, resources.output_socket
+        return ZmqWire(*sockets, self._client.core_engine, self._take, self._die)
 
     async def _hello(self) -> None:
         answered: asyncio.Future[None] = self._loop.create_future()
@@ -120,14 +126,14 @@ class GuestSeam(CoreSeam):
         call_id = next(self._call_ids)
         self._calls[call_id] = done
         frames = self._encode((self._index, call_id, "is_scheduler_paused", ()))
-        while not self._said([self._engine, _UTILITY, *frames]):  # noqa: ASYNC110  # zmq does not say when
+        while not self._said([self._client.core_engine, _UTILITY, *frames]):  # noqa: ASYNC110  # zmq does not say when
             await asyncio.sleep(_AGAIN_S)
         await answered
 
     def _said(self, message: Sequence[Any]) -> bool:
         """False: the engine has not connected yet."""
         try:
-            self._in.send_multipart(message, zmq.NOBLOCK)
+            self._client.resources.input_socket.send_multipart(message, zmq.NOBLOCK)
         except zmq.ZMQError as e:
             if e.errno != errno.EHOSTUNREACH:
                 raise
