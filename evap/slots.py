@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from evap.arrays import every
 from evap.messages import Int32
 
 Owner = TypeVar("Owner")
@@ -61,7 +62,7 @@ class SlotTable(Generic[Owner]):
         if slots is self._known[0] and self._changes == self._known[1]:
             return None
         found: npt.NDArray[np.bool_] = self.generation[slots] == generations
-        if not found.all():
+        if not every(found):
             return found
         if not slots.flags.writeable:
             self._known = slots, self._changes

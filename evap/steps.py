@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from evap.arrays import every, some
 from evap.choice import ChoiceRun
 from evap.engine.interface import Text
 from evap.exchange import Exchange, Input, State
@@ -238,7 +239,7 @@ class Steps:
             ok |= self._raw[slots]  # a token's id needs no text
         written = self.rows.push(slots, tokens, self._tables, ok) if len(slots) else ok
         self._note(batch)
-        if not written.all():
+        if not every(written):
             slow = ~written
             self._slow(slots[slow].tolist(), tokens[slow].tolist())
 
@@ -288,7 +289,7 @@ class Steps:
                 if self._table is not None:
                     self._table.cached[choice.slot] = choice.exchange.cached
         counted = (flags & NO_TOKEN) == 0
-        if counted.any():
+        if some(counted):
             plain = (flags & NOT_A_ROW) == 0
             self._take(batch.select(counted), batch.slot[plain], batch.token[plain])
         special = np.flatnonzero((flags & (NO_TOKEN | SILENT | HAS_LOGPROBS)) == HAS_LOGPROBS)

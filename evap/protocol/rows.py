@@ -27,6 +27,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from evap.arrays import every, some
 from evap.protocol.events import Reply, RowCore
 from evap.protocol.rowplan import Format, Part, Plan, Tables
 
@@ -218,8 +219,8 @@ class RowTable:
                 return False
             plan.meet(slots, at if len(at) < len(slots) else None)
         if plan.at is None:
-            return bool(ok.all())
-        if not ok[plan.at].all():
+            return every(ok)
+        if not every(ok[plan.at]):
             return False
         ok[:] = False
         ok[plan.at] = True
@@ -229,19 +230,19 @@ class RowTable:
         """Any batch: some slots may be off rows, some tokens slow, some windows too small."""
         on = self.lane[slots] != OFF
         ok &= on
-        if not ok.all():
+        if not every(ok):
             self._whole_slots(slots, ok)
-            if not ok.any():
+            if not some(ok):
                 return ok
         charges = self._charges[self.form[slots]]
         ok[ok] = self._fits(self.cell[slots[ok]], charges[ok])
-        if not ok.any():
+        if not some(ok):
             return ok
-        every = bool(ok.all())
-        plan = self._make(slots if every else slots[ok])
-        refused = plan.run(tokens if every else tokens[ok], tables)
+        whole = every(ok)
+        plan = self._make(slots if whole else slots[ok])
+        refused = plan.run(tokens if whole else tokens[ok], tables)
         if refused is None and np.array_equal(ok, on):
-            if not every:
+            if not whole:
                 plan.meet(slots, np.flatnonzero(ok))
             self._keep(plan)
             return ok

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from evap.arrays import every
 from evap.engine.vllm.ids import LENGTH, MARK, SLOT_AT
 from evap.messages import Int32, UInt8
 
@@ -85,7 +86,7 @@ class PlainReader:
         starts = self._starts(frame, ends, first)
         widths = ends - starts
         sound = (data[starts] & _HEAD_MASK[widths]) == _HEAD[widths]
-        if not sound.all():
+        if not every(sound):
             ends, starts, widths = ends[sound], starts[sound], widths[sound]
             if not len(ends):
                 return None
@@ -95,7 +96,7 @@ class PlainReader:
         who = np.ndarray((size - before + 1,), self._before_type, frame, 0, _EACH)[starts - before].tobytes()
         if who != self._seen:
             known = self._identify(who)
-            if not known.all():
+            if not every(known):
                 ends, starts, values = ends[known], starts[known], values[known]
                 if not len(ends):
                     return None
@@ -136,7 +137,7 @@ class PlainReader:
         starts[0] = first + self._before
         np.add(ends[:-1], len(self._rest) + self._before, out=starts[1:])
         fits = _MAY_BE.take(ends - starts, mode="clip")
-        if not fits.all():
+        if not every(fits):
             for n in np.flatnonzero(~fits).tolist():
                 starts[n] = self._start(frame, int(ends[n]))
         return starts
@@ -158,7 +159,7 @@ class PlainReader:
         digits = np.ndarray((count,), _EIGHT_DIGITS, who, self._slot_at, each)[known]
         self._slots, self._generations = _pairs(digits.astype(np.uint64))  # from here on in the machine's byte order
         self._slots.flags.writeable = self._generations.flags.writeable = False
-        self._seen = who if known.all() else b""
+        self._seen = who if every(known) else b""
         return known
 
     def _without(self, frame: bytes, first: int, starts: _Places, ends: _Places, count: int) -> bytes:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from evap.arrays import every
 from evap.engine.vllm import ids
 from evap.engine.vllm.shared import FINGERPRINT_SEED, Prints, fingerprints
 from evap.engine.vllm.table import SLOTS, Table
@@ -124,7 +125,7 @@ class Runs:
         if not again:
             live = self._live[slots] == generations
             self._slots = slots
-            if not live.all():
+            if not every(live):
                 self._slots = None
                 slots, generations, tokens = slots[live], generations[live], tokens[live]
                 if not len(slots):

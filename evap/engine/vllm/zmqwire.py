@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -118,7 +117,8 @@ async def bound(context: Any, ends: Sequence[str], seconds: float) -> list[zmq.S
 
 async def until(true: Callable[[], bool], seconds: float) -> bool:
     """libzmq's threads tell nobody what they have done."""
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:  # noqa: ASYNC110
+    clock = asyncio.get_running_loop().time
+    end = clock() + seconds
+    while not true() and clock() < end:  # noqa: ASYNC110
         await asyncio.sleep(0.002)
     return true()
