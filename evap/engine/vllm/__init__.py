@@ -17,6 +17,9 @@ runs.py         which engine request is which slot; rows -> TokenBatch; no I/O
 plain.py        the engine core's message of a step -> arrays of plain tokens, without an object a token
 rows.py         all else in that message -> rows
 client.py       seam "core": EngineCore's client below AsyncLLM
+wire.py         the engine core's connections, taken over from vLLM's client
+zmtp.py         what is spoken on them; no I/O
+zmqwire.py      the same by libzmq, for an engine that is not on this machine
 llm.py          seam "async-llm": the fall-back for releases that the core client does not fit
 shared.py       shared memory, doorbell and log pipe between this process and the engine's
 scheduler.py    runs in the engine process: final tokens into the ring (--token-path scheduler)

@@ -30,12 +30,12 @@ _FOUR_BYTES: Final = np.dtype(">u4")
 #: strides of an array that has an element at each byte of a frame
 _EACH: Final = (1,)
 _Places = npt.NDArray[np.intp]
-#: By a token's width in bytes, 0..6 (0 and 6 stand for all that cannot be): may it be; the bits of the last four bytes
-#: that are its value; and what its first byte must look like: value & mask == head.
-_MAY_BE: Final = np.array([0, 1, 1, 1, 0, 1, 0], np.bool_)
+#: By a token's width in bytes, 0..6 (0 and 6 stand for all that cannot be): the bits of the last four bytes that are
+#: its value; and, by width * 256 + its first byte, whether that byte says so.
 _VALUE: Final = np.array([0, 0x7F, 0xFF, 0xFFFF, 0, 0x7FFFFFFF, 0], np.uint32)
-_HEAD_MASK: Final = np.array([0xFF, 0x80, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF], np.uint8)
-_HEAD: Final = np.array([0xC1, 0x00, 0xCC, 0xCD, 0xC1, 0xCE, 0xC1], np.uint8)
+_SOUND: Final = np.zeros(7 * 256, np.bool_)
+_SOUND[256 : 256 + 0x80] = True
+_SOUND[[2 * 256 + 0xCC, 3 * 256 + 0xCD, 5 * 256 + 0xCE]] = True
 _WIDTHS: Final = (3, 1, 2, 5)
 _EIGHT_DIGITS: Final = np.dtype(">u8")
 
@@ -83,15 +83,13 @@ class PlainReader:
         ends = self._ends(frame, data, first)
         if not len(ends):
             return None
-        starts = self._starts(frame, ends, first)
-        widths = ends - starts
-        sound = (data[starts] & _HEAD_MASK[widths]) == _HEAD[widths]
-        if not every(sound):
-            ends, starts, widths = ends[sound], starts[sound], widths[sound]
+        starts, sound = self._starts(frame, data, ends, first)
+        if sound is not None:
+            ends, starts = ends[sound], starts[sound]
             if not len(ends):
                 return None
         size = len(frame)
-        values = np.ndarray((size - 3,), _FOUR_BYTES, frame, 0, _EACH)[ends - 4] & _VALUE[widths]
+        values = np.ndarray((size - 3,), _FOUR_BYTES, frame, 0, _EACH)[ends - 4] & _VALUE[ends - starts]
         before = self._before
         who = np.ndarray((size - before + 1,), self._before_type, frame, 0, _EACH)[starts - before].tobytes()
         if who != self._seen:
@@ -102,7 +100,7 @@ class PlainReader:
                     return None
         others = total - len(ends)
         message = self._without(frame, first, starts, ends, others) if others else None
-        return Found(self._slots, self._generations, values.astype(np.int32), message, others)
+        return Found(self._slots, self._generations, values.view(np.int32), message, others)
 
     def _outputs(self, frame: bytes) -> tuple[int, int]:
         """(place of the first output, number of outputs); 0 of them if this is another kind of message."""
@@ -131,16 +129,20 @@ class PlainReader:
         found: _Places = ends
         return found
 
-    def _starts(self, frame: bytes, ends: _Places, first: int) -> _Places:
-        """Where each token starts: behind the output before, or, behind one that is not plain, wherever it fits."""
+    def _starts(
+        self, frame: bytes, data: UInt8, ends: _Places, first: int
+    ) -> tuple[_Places, npt.NDArray[np.bool_] | None]:
+        """Where each token starts: behind the output before, or, behind one that is not plain, wherever it fits. And
+        which of them are tokens; None: all."""
         starts = np.empty_like(ends)
         starts[0] = first + self._before
         np.add(ends[:-1], len(self._rest) + self._before, out=starts[1:])
-        fits = _MAY_BE.take(ends - starts, mode="clip")
-        if not every(fits):
-            for n in np.flatnonzero(~fits).tolist():
-                starts[n] = self._start(frame, int(ends[n]))
-        return starts
+        sound = _sound(data, starts, ends)
+        if every(sound):
+            return starts, None
+        for n in np.flatnonzero(~sound).tolist():
+            starts[n] = self._start(frame, int(ends[n]))
+        return starts, _sound(data, starts, ends)
 
     def _start(self, frame: bytes, end: int) -> int:
         for width in _WIDTHS:
@@ -170,6 +172,14 @@ class PlainReader:
             pieces.append(frame[int(finishes[n]) : int(begins[n + 1])])
         pieces.append(frame[int(finishes[-1]) :])
         return b"".join(pieces)
+
+
+def _sound(data: UInt8, starts: _Places, ends: _Places) -> npt.NDArray[np.bool_]:
+    """Whether from each start to its end there is one integer."""
+    which = ends - starts
+    which <<= 8
+    which += data.take(starts, mode="clip")
+    return _SOUND.take(which, mode="clip")
 
 
 def _pairs(digits: npt.NDArray[np.uint64]) -> tuple[Int32, Int32]:

@@ -74,6 +74,8 @@ class ZmqWire:
         """libzmq's thread writes."""
 
     def _drain(self) -> None:
+        if self._over:
+            return
         receive, events = self._out.recv_multipart, self._out.getsockopt
         try:
             for _ in range(MOST_PER_WAKE):
