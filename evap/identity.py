@@ -16,6 +16,8 @@ from typing import Final
 BATCH: Final = 128
 ID_BYTES: Final = 18
 ID_CHARS: Final = 24
+#: Longest id that is looked at, with what stands before those.
+MAX_CHARS: Final = 64
 #: base64url (RFC 4648 section 5): one of them is a process's number, of up to 64.
 DIGITS: Final = string.ascii_uppercase + string.ascii_lowercase + string.digits + "-_"
 
@@ -42,5 +44,6 @@ class Identity:
 
 
 def maker(id: str) -> int:
-    """The number of the process that made an id, if one of several did; -1 for what is no id."""
-    return DIGITS.find(id[-ID_CHARS]) if len(id) >= ID_CHARS else -1
+    """The number of the process that made an id, if one of several did; -1 for what is no id, as clients send it: of
+    any length, which is nobody's to carry about."""
+    return DIGITS.find(id[-ID_CHARS]) if ID_CHARS <= len(id) <= MAX_CHARS else -1

@@ -34,6 +34,9 @@ RESERVED_ENV: Final = {
     "EVAP_TEST_": "the test-suite's own switches",
 }
 
+#: Largest numbers of any option: seconds whose nanoseconds have room in 62 bits, and what every format keeps exact.
+_LARGEST: Final = {float: 1e9, int: 1 << 53}
+
 _LIST: Final = tuple[str, ...]
 _KINDS: Final = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", _LIST: "a list of texts",
@@ -115,6 +118,9 @@ class Option:
         if self.choices and value not in self.choices:
             names = ", ".join(c for c in self.choices if c)
             raise StartupError(f"{where}: {echo(value)!r} is not one of {names}", remedy=self._usage())
+        if value > _LARGEST.get(self.kind, value):  # type: ignore[operator]
+            most = _plain(_LARGEST[self.kind])
+            raise StartupError(f"{where}: {echo(raw)} is too large (at most {most})", remedy=self._usage())
         if isinstance(value, (int, float)) and not self._in_bounds(value):
             raise StartupError(f"{where}: {value} is out of range ({self.bounds()})", remedy=self._usage())
         return value

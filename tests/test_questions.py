@@ -26,6 +26,7 @@ class FakeChild:
         self.up: object = object()
         self.asked: list[between.Question] = []
         self.pipe = self
+        self.queued = 0
         self.tally = mmap.mmap(-1, SIZE)
 
     def count(self, tokens: int) -> None:
@@ -140,6 +141,20 @@ def test_one_that_is_silent_is_waited_for_a_moment_only(monkeypatch: pytest.Monk
         assert total.values["evap_connections"] == {"": 2.0}  # and its last known
         it.answer(2, snapshot(9.0))  # too late, and no harm
         assert len(it.said) == 2
+
+    run(test)
+
+
+def test_one_that_takes_nothing_is_asked_nothing_more() -> None:
+    def test(it: Parent) -> None:
+        it.children[2].queued = 1
+        it.children[2].count(10)
+        it.ask("metrics")
+        it.ask("block", of=2)
+        assert it.children[2].asked == []
+        it.answer(1, snapshot(5.0))
+        assert it.said[0] == b""
+        assert read_snapshot(it.said[1]).values["evap_tokens"]["prompt"] == 15.0
 
     run(test)
 

@@ -29,6 +29,7 @@ def test_an_id_says_who_made_it() -> None:
     assert it.siblings.who_made("chatcmpl-none") == NOBODY
     assert it.siblings.who_made("") == NOBODY
     assert it.siblings.who_made("chatcmpl-" + "~" * 24) == NOBODY
+    assert it.siblings.who_made("x" * 200_000 + id[:-24] + "A" * 24) == NOBODY  # no pipe has room for it
 
 
 def test_each_question_is_answered_once() -> None:

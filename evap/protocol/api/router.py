@@ -48,7 +48,7 @@ ROUTES: Final = {
 #: Prefix -> route whose argument is the rest of the path, slashes included ("org/model").
 PREFIXES: Final = {"/v1/models/": Route("model", "GET"), "/v1/usage/": Route("usage_one", "GET")}
 #: A part of a streamed answer that was pushed.
-BLOCK: Final = re.compile(r"/v1/(?:chat/)?completions/[\w-]+/blocks/\d+", re.ASCII).fullmatch
+BLOCK: Final = re.compile(r"/v1/(?:chat/)?completions/[\w-]{1,64}/blocks/\d{1,4}", re.ASCII).fullmatch
 ALLOW: Final = {"POST": "POST, OPTIONS", "GET": "GET, HEAD, OPTIONS"}
 #: `OPTIONS *` (RFC 9110 section 9.3.7) asks about the server as a whole.
 ALLOW_ANY: Final = "GET, HEAD, POST, OPTIONS"
