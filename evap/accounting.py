@@ -332,8 +332,8 @@ class Accounting:
     @property
     def trouble(self) -> str:
         """Empty, or what is wrong with the ledger, for /ready."""
-        if self.recorder is not None and self.recorder.state is not recorder.State.OK:
-            return f"ledger {self.recorder.state.value}: {self.recorder.detail}"
+        if self.recorder is not None and (trouble := self.recorder.trouble):
+            return f"ledger {trouble}"
         return f"usage sink: {self._behind}" if self._behind else ""
 
 

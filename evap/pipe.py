@@ -47,6 +47,11 @@ class Pipe(Generic[T]):
         """Messages that have found no room in the socket yet: the other end does not read."""
         return len(self._out)
 
+    @property
+    def takes(self) -> bool:
+        """The other end is there, and reads."""
+        return self._open and not self._out
+
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
         """`fds` stay the caller's. What finds no room is kept; if the system takes it in no way, the pipe ends."""
         if not self._open:

@@ -235,6 +235,7 @@ class Parent:
             self._engine.gone(number)
         if child.up is None and not self._announced and not self._stopping:  # later the others go on serving
             self._error = StartupError(f"a loop process did not start ({describe_end(status)}): its reason is above")
+        child.up = None
         if self._stopping and status == EXIT_FORCED:
             self._code = EXIT_FORCED
         if not self._stopping or status != 0:

@@ -55,8 +55,8 @@ class Questions:
     ) -> None:
         """Ask all but the asker, or one; `back` is given what they say together."""
         id = next(self._ids)
-        # Who does not even take what it is asked, is not asked more: it would have to answer all of it one day.
-        others = {n: c for n, c in self._children.items() if n != asker and of in (ALL, n) and not c.pipe.queued}
+        # Not one that is dead, and none that takes nothing: it would have to answer all of it one day.
+        others = {n: c for n, c in self._children.items() if n != asker and of in (ALL, n) and c.pipe.takes}
         timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._enough, id)
         self._open[id] = _Asked(kind, set(others), back, asker, timer)
         for child in others.values():

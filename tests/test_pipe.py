@@ -78,13 +78,16 @@ def test_a_reader_that_is_slow_loses_nothing() -> None:
         for message in said:
             parent.pipe.send(message)  # more than the socket holds
         assert 0 < parent.pipe.queued < len(said)
+        assert not parent.pipe.takes
         await asyncio.sleep(0.01)
         child = End(theirs, Said)
         await child.until(len(said))
         assert child.heard == said
         assert parent.pipe.queued == 0
+        assert parent.pipe.takes
         for end in (parent, child):
             end.pipe.close()
+        assert not parent.pipe.takes
 
     asyncio.run(main())
 

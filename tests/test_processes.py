@@ -6,6 +6,7 @@ import json
 import random
 import re
 import socket
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import httpx
 import pytest
 
 from evap.config import Config, EngineConfig, ProtocolConfig
+from evap.metering import ledger
 from evap.processes import shares
 from tests.clients.asking import chat, eventually, said, text_of
 from tests.listeners import tcp_ports, tree
@@ -151,6 +153,20 @@ def test_a_killed_process_is_replaced_and_its_exchanges_are_settled(tmp_path: Pa
         assert page['evap_tokens_total{kind="computed"}'] == sum(r.computed for r in rows)
         again = list(streams(server, 36, 5, secret))[1]  # no stream of the dead one is held any more
         assert all(a.endswith(b"data: [DONE]\n\n") for a in again)
+
+
+def test_one_that_cannot_be_settled_yet_is_not_up(tmp_path: Path) -> None:
+    """The ledger is locked when it dies: the others say that there is one less, and it comes back when it is not."""
+    with running("--workers", "2", "--synthetic-step-ms", "0", "--data-dir", str(tmp_path)) as server:
+        assert numbers(server)["evap_loop_processes"] == 2
+        other = sqlite3.connect(tmp_path / ledger.FILE, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        loops(server)[0].kill()
+        eventually(lambda: numbers(server)["evap_loop_processes"] == 1, "one is gone", STOP_TIMEOUT_S)
+        assert ask(server, "w", 3).status_code == 200
+        other.execute("ROLLBACK")
+        other.close()
+        eventually(lambda: numbers(server)["evap_loop_processes"] == 2, "it is back", STOP_TIMEOUT_S)
 
 
 def test_a_kill_loses_no_count(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class FakeChild:
         self.up: object = object()
         self.asked: list[between.Question] = []
         self.pipe = self
-        self.queued = 0
+        self.takes = True
         self.tally = mmap.mmap(-1, SIZE)
 
     def count(self, tokens: int) -> None:
@@ -147,7 +147,7 @@ def test_one_that_is_silent_is_waited_for_a_moment_only(monkeypatch: pytest.Monk
 
 def test_one_that_takes_nothing_is_asked_nothing_more() -> None:
     def test(it: Parent) -> None:
-        it.children[2].queued = 1
+        it.children[2].takes = False
         it.children[2].count(10)
         it.ask("metrics")
         it.ask("block", of=2)

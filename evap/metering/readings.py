@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from evap.metering.counters import Counters
 from evap.metering.energy import Energy
-from evap.metering.recorder import Recorder, State
+from evap.metering.recorder import Recorder
 from evap.metering.sink import Sink
 
 Readings: TypeAlias = dict[str, tuple[str, Callable[[], float]]]
@@ -20,7 +20,7 @@ def gauges(recorder: Recorder | None, behind: Callable[[], str]) -> Readings:
     return {
         "ledger_pending": ("Records that are not in the ledger yet", lambda: float(recorder.pending)),
         "ledger_spool_bytes": ("Bytes of records in the spool file", lambda: float(recorder.spooled)),
-        "ledger_ok": ("1 while the ledger can be written", lambda: float(recorder.state is State.OK)),
+        "ledger_ok": ("1 while the ledger can be written", lambda: float(not recorder.trouble)),
         "sink_ok": ("1 while the usage sink answers, or there is none", lambda: float(not behind())),
     }
 

@@ -15,6 +15,7 @@ import fcntl
 import os
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ SPOOL: Final = "spool.jsonl"
 #: twenty rows, and leaves the loop's thread cold caches.
 GATHER_S: Final = 0.006
 RETRY_S: Final = 0.5
+#: A commit that takes longer than this is said to be stuck: the disk hangs, or whoever has the turn is stopped.
+STUCK_S: Final = 5.0
 #: Records of one transaction, or a few more: what was put together stays together.
 MAX_GROUP: Final = 2000
 #: Records of exchanges that never had an entry wait in memory alone.
@@ -68,6 +71,7 @@ class Recorder:
         self._idle = threading.Condition()
         self._taken = 0  # records that the thread has dealt with
         self._put = 0
+        self._since_s = 0.0  # when the thread began what it is at; 0: nothing
         self.state = State.OK
         self.accepting = True  #: False when State.FULL
         self.detail = ""
@@ -106,6 +110,15 @@ class Recorder:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    @property
+    def trouble(self) -> str:
+        """Empty, or why records do not get into the ledger."""
+        if self.state is not State.OK:
+            return f"{self.state.value}: {self.detail}"
+        since_s = self._since_s
+        busy_s = time.monotonic() - since_s if since_s else 0.0
+        return f"stuck: it has not been written to for {busy_s:.0f} s" if busy_s > STUCK_S else ""
+
     # The thread's side
 
     def _run(self) -> None:
@@ -129,18 +142,22 @@ class Recorder:
     def _work(self) -> None:
         """One try at everything that waits. What comes meanwhile gathers: small commits cost as much as large ones."""
         until = self._put
+        self._since_s = time.monotonic()
         try:
             if self.spooled:
                 self._unspool()
             while self._queue and self._taken < until:
                 records, entries, batches = self._group()
                 self._insert(records)
+                self._since_s = time.monotonic()
                 self.durable += len(records)
                 self._done(entries, batches)
                 self._on_durable(len(records))
             self._enter(State.OK, "")
         except (sqlite3.Error, OSError) as error:
             self._set_aside(str(error))
+        finally:
+            self._since_s = 0.0
 
     def _insert(self, records: list[Record]) -> None:
         """With several processes, in turns: a lock that is waited for is fairer than SQLite's, which is polled."""

@@ -15,6 +15,7 @@ from evap.metering import ledger, recorder
 from evap.metering.opened import OpenTable, recover
 from evap.metering.record import Record, encode
 from evap.metering.recorder import Recorder, State, read_spool
+from tests.clients.asking import eventually
 from tests.metering.rows import record
 from tests.support import TIME_FACTOR
 
@@ -136,6 +137,25 @@ def test_a_locked_ledger_costs_nothing_but_time(desk: Desk) -> None:
     desk.wait(State.OK)
     assert desk.recorder.flush(WAIT_S)
     assert desk.ledger_rows() == 20
+
+
+def test_a_commit_that_hangs_is_trouble(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither done nor failed: as when the disk hangs, or the process that has the turn is stopped."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def insert(db: sqlite3.Connection, records: Sequence[Record]) -> None:
+        began.set()
+        assert go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(recorder, "ledger", SimpleNamespace(insert=insert))
+    desk.put(1)
+    assert began.wait(WAIT_S)
+    assert desk.recorder.trouble == ""
+    monkeypatch.setattr(recorder, "STUCK_S", 0.0)
+    assert desk.recorder.trouble.startswith("stuck: it has not been written to for")
+    go_on.set()
+    assert desk.recorder.flush(WAIT_S)
+    eventually(lambda: desk.recorder.trouble == "", "it is written again")
 
 
 def test_a_long_outage_goes_to_the_spool_file(desk: Desk) -> None:
