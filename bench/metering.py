@@ -161,7 +161,9 @@ def durable(folder: Path, seconds: float) -> dict[str, Any]:
         taken.extend((now_ns - put[next(durable_at)]) / 1e6 for _ in range(count))
 
     table = opened.OpenTable(folder / "open", 1, 8192)
-    writer = recorder.Recorder(ledger.open_ledger(folder), table, folder / "spool", on_durable=committed)
+    writer = recorder.Recorder(
+        ledger.open_ledger(folder), table, folder / "spool", on_durable=committed, now_ns=time.monotonic_ns
+    )
     writer.start()
     start = time.monotonic()
     for number, at in enumerate(arrivals(seconds)):

@@ -109,7 +109,9 @@ class Accounting:
             recovery.load_used(db, self._accounts, self._wall_ns() // 1_000_000_000)
         self.table = opened.OpenTable(own.table, self._slots, max(MIN_ENTRIES, 4 * self._slots))
         turn = folder / recovery.TURN if place is not None else None
-        self.recorder = recorder.Recorder(db, self.table, own.spool, on_state=_say_state, turn=turn)
+        self.recorder = recorder.Recorder(
+            db, self.table, own.spool, on_state=_say_state, turn=turn, now_ns=self._now_ns
+        )  # fmt: skip
         self.recorder.start()
 
     def meter(self, engines: int, *, ahead: bool, gpu: bool) -> list[dict[str, str]]:

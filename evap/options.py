@@ -42,23 +42,9 @@ _KINDS: Final = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", _LIST: "a list of texts",
 }  # fmt: skip
 _UNITS: Final = (
-    ("_per_s", ""),
-    ("_requests", "N"),
-    ("_ms", "MS"),
-    ("_s", "SECONDS"),
-    ("_mb", "MB"),
-    ("_bytes", "BYTES"),
-)
-_TRUTH: Final = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
+    ("_per_s", ""), ("_requests", "N"), ("_ms", "MS"), ("_s", "SECONDS"), ("_mb", "MB"), ("_bytes", "BYTES"),
+)  # fmt: skip
+_TRUTH: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 #: Titles of the help's groups, in the order they are shown: a part, or the options of a part with a common prefix.
 _GROUPS: Final = {
@@ -118,9 +104,8 @@ class Option:
         if self.choices and value not in self.choices:
             names = ", ".join(c for c in self.choices if c)
             raise StartupError(f"{where}: {echo(value)!r} is not one of {names}", remedy=self._usage())
-        if value > _LARGEST.get(self.kind, value):  # type: ignore[operator]
-            most = _plain(_LARGEST[self.kind])
-            raise StartupError(f"{where}: {echo(raw)} is too large (at most {most})", remedy=self._usage())
+        if value > (most := _LARGEST.get(self.kind, value)):  # type: ignore[operator]
+            raise StartupError(f"{where}: {echo(raw)} is too large (at most {most:.0f})", remedy=self._usage())
         if isinstance(value, (int, float)) and not self._in_bounds(value):
             raise StartupError(f"{where}: {value} is out of range ({self.bounds()})", remedy=self._usage())
         return value

@@ -15,7 +15,6 @@ import fcntl
 import os
 import sqlite3
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ SPOOL: Final = "spool.jsonl"
 GATHER_S: Final = 0.006
 RETRY_S: Final = 0.5
 #: A commit that takes longer than this is said to be stuck: the disk hangs, or whoever has the turn is stopped.
-STUCK_S: Final = 5.0
+STUCK_NS: Final = 5_000_000_000
 #: Records of one transaction, or a few more: what was put together stays together.
 MAX_GROUP: Final = 2000
 #: Records of exchanges that never had an entry wait in memory alone.
@@ -60,10 +59,12 @@ class Recorder:
         on_state: Callable[[State, str], None] = lambda state, line: None,
         on_durable: Callable[[int], None] = lambda count: None,
         turn: Path | None = None,
+        now_ns: Callable[[], int],
     ) -> None:
         self._db, self._table, self._spool = db, table, spool
         self._on_state, self._on_durable = on_state, on_durable
         self._turn = turn
+        self._now_ns = now_ns
         self._queue: deque[tuple[Sequence[Record], Sequence[int]]] = deque()  # as they were put
         self._wake = threading.Event()
         self._asleep = False
@@ -71,7 +72,7 @@ class Recorder:
         self._idle = threading.Condition()
         self._taken = 0  # records that the thread has dealt with
         self._put = 0
-        self._since_s = 0.0  # when the thread began what it is at; 0: nothing
+        self._since_ns = 0  # when the thread began what it is at; 0: nothing
         self.state = State.OK
         self.accepting = True  #: False when State.FULL
         self.detail = ""
@@ -115,9 +116,9 @@ class Recorder:
         """Empty, or why records do not get into the ledger."""
         if self.state is not State.OK:
             return f"{self.state.value}: {self.detail}"
-        since_s = self._since_s
-        busy_s = time.monotonic() - since_s if since_s else 0.0
-        return f"stuck: it has not been written to for {busy_s:.0f} s" if busy_s > STUCK_S else ""
+        since_ns = self._since_ns
+        busy_ns = self._now_ns() - since_ns if since_ns else 0
+        return f"stuck: it has not been written to for {busy_ns // 10**9} s" if busy_ns > STUCK_NS else ""
 
     # The thread's side
 
@@ -142,14 +143,14 @@ class Recorder:
     def _work(self) -> None:
         """One try at everything that waits. What comes meanwhile gathers: small commits cost as much as large ones."""
         until = self._put
-        self._since_s = time.monotonic()
+        self._since_ns = self._now_ns()
         try:
             if self.spooled:
                 self._unspool()
             while self._queue and self._taken < until:
                 records, entries, batches = self._group()
                 self._insert(records)
-                self._since_s = time.monotonic()
+                self._since_ns = self._now_ns()
                 self.durable += len(records)
                 self._done(entries, batches)
                 self._on_durable(len(records))
@@ -157,7 +158,7 @@ class Recorder:
         except (sqlite3.Error, OSError) as error:
             self._set_aside(str(error))
         finally:
-            self._since_s = 0.0
+            self._since_ns = 0
 
     def _insert(self, records: list[Record]) -> None:
         """With several processes, in turns: a lock that is waited for is fairer than SQLite's, which is polled."""
