@@ -98,6 +98,7 @@ class Books:
         Raises OSError or sqlite3.Error when the ledger cannot be written; may be tried again.
         """
         records: list[Record] = []
+        Turns(memoryview(self._turns), process=number, processes=self._processes).bury()  # whatever the ledger says
         if self.folder is not None:
             records = self._recover(self.folder, [recovery.files(self.folder, number)])
         interrupted = recovery.interrupted(records)
@@ -105,7 +106,6 @@ class Books:
             if record.operation:
                 self._operations.remember(record.key, record.operation, record.id)
         self._operations.bury(number)
-        Turns(memoryview(self._turns), process=number, processes=self._processes).bury()
         self._accounts.bury(number, recovery.tokens_by_key(interrupted))
         return interrupted
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sqlite3
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,7 @@ from evap.metering import keys, ledger, opened, recovery, survivors
 from evap.metering.accounts import Account, Ticket
 from evap.metering.shared_accounts import SharedAccounts
 from evap.metering.shared_operations import SharedOperations
+from evap.turns import Turns
 from tests.metering.test_recovery import record
 
 WALL_NS = 1_700_000_000 * 10**9
@@ -60,6 +63,26 @@ def test_a_dead_process_is_buried(tmp_path: Path) -> None:
     assert total.values["evap_tokens"]["computed"] == 30
     accounts.close()
     operations.close()
+    it.close()
+
+
+def test_places_of_a_dead_process_are_free_while_the_ledger_is_locked(tmp_path: Path) -> None:
+    it = books(MeterConfig(data_dir=str(tmp_path)))
+    memory = memoryview(mmap.mmap(it.turns_fd, Turns.size(2)))
+    dead, other = (Turns(memory, process=number, processes=2) for number in (0, 1))
+    dead.hold(7)
+    assert other.held_elsewhere() == 7
+    locker = sqlite3.connect(tmp_path / ledger.FILE, isolation_level=None)
+    locker.execute("BEGIN IMMEDIATE")
+    table = opened.OpenTable(recovery.files(tmp_path, 0).table, 4, 8)
+    table.open(survivors.note(("id", "", "", "m", WALL_NS // 1000, 10, 1)), (2,), whole=False)
+    table.release()
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        it.bury(0)
+    assert other.held_elsewhere() == 0
+    locker.execute("ROLLBACK")
+    locker.close()
+    assert [record.id for record in it.bury(0)] == ["id"]
     it.close()
 
 
