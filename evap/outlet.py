@@ -66,6 +66,8 @@ class Outlet:
         while at < size and marks[at] <= gone:
             self._choices[marks[at + 1]].delivered += marks[at + 2]
             at += _MARK
+        if at == size:
+            self._choices.clear()  # a choice knows its outlet: the two would wait for the collector, with the prompt
         if at == size or at >= _STALE:
             del marks[:at]
             at = 0
@@ -77,6 +79,7 @@ class Outlet:
         for at in range(self._at, len(self._marks), _MARK):
             self._choices[self._marks[at + 1]].marked -= self._marks[at + 2]
         del self._marks[:]
+        self._choices.clear()
         self._at = 0
 
 
