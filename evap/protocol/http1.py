@@ -291,6 +291,8 @@ class Http1Core:
             self._shared.requests += 1
             self._move(Input.REQUEST)
             events.append(RequestReady(self._reply, request_head(head, scheme=self._scheme, peer=self._peer), body))
+        elif (refusal := self._reader.refusal(self._scheme, self._peer)) is not None:
+            self._fault(refusal)
         elif self._reader.take_continue():
             self.emit(CONTINUE)
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import Final
 
 from evap.config import ProtocolConfig
-from evap.errors import BodyTooLarge, Draining, Overloaded, RequestTimeout
-from evap.protocol.http1_parse import HEAD_END, ChunkedBody, FixedBody, Head, Refused, check_partial, read_head
+from evap.errors import BodyTooLarge, Draining, EvapError, Overloaded, RequestTimeout
+from evap.protocol.http1_parse import (
+    HEAD_END,
+    ChunkedBody,
+    FixedBody,
+    Head,
+    Refused,
+    check_partial,
+    read_head,
+    request_head,
+)
 from evap.protocol.limits import TOO_MANY_BODIES, Shared, to_ns
 from evap.protocol.spool import Body, Spool
 
 _NO_BODY: Final = FixedBody(0)
+#: A body longer than this is not taken from who may not send it. For less, his connection is not worth ending.
+EARLY_BYTES: Final = 64 << 10
 
 
 class RequestReader:
@@ -21,8 +32,8 @@ class RequestReader:
     """
 
     __slots__ = (
-        "_body", "_body_bytes", "_config", "_full", "_may_skip", "_parts", "_scanned", "_shared", "_since_ns", "_spool",
-        "_waits", "head", "pending", "served",
+        "_body", "_body_bytes", "_config", "_early", "_full", "_may_skip", "_parts", "_scanned", "_shared", "_since_ns",
+        "_spool", "_waits", "head", "pending", "served",
     )  # fmt: skip
 
     def __init__(self, config: ProtocolConfig, shared: Shared, now_ns: int) -> None:
@@ -39,6 +50,7 @@ class RequestReader:
         self._full = False  # the system has no memory for this body
         self._may_skip = True  # an empty line before the next head
         self._waits = False  # for 100 Continue
+        self._early = False  # it is to be asked whether the body is wanted
         self._since_ns = now_ns  # when the present wait began
 
     @property
@@ -93,6 +105,13 @@ class RequestReader:
         self._forget()
         return request
 
+    def refusal(self, scheme: str, peer: str) -> EvapError | None:
+        """Why a body that is large, of no known length, or waits for 100 is not wanted: asked once, before it comes."""
+        early, self._early = self._early, False
+        if not early or self.head is None or self._shared.admit is None:
+            return None
+        return self._shared.admit(request_head(self.head, scheme=scheme, peer=peer))
+
     def take_continue(self) -> bool:
         """The client waits for 100 before it sends the body, and has not begun (RFC 9110 10.1.1). True once."""
         waits, self._waits = self._waits and not self._body_bytes, False
@@ -128,6 +147,7 @@ class RequestReader:
         if (head.length or 0) > limit:
             raise Refused(BodyTooLarge(f"the request body is larger than {limit} bytes"))
         self._waits = head.expects_continue and not pending
+        self._early = self._waits or head.length is None or head.length > EARLY_BYTES
         self._body = ChunkedBody(limit, config.max_tiny_chunks) if head.length is None else FixedBody(head.length)
 
     def _keep(self, part: bytes) -> None:
