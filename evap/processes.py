@@ -255,7 +255,6 @@ class Parent:
                     break  # the next start does it
                 await asyncio.sleep(RETRY_S)
         self.questions.gone(child, lost(interrupted))
-        del self.children[child.number]
         self._news.set()
         if self._stopping or self._error is not None:
             return

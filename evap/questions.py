@@ -74,8 +74,10 @@ class Questions:
         self._done(answer.id, asked, child.number)
 
     def gone(self, child: Child, lost: Snapshot) -> None:
-        """It answers no more. lost: what is to be added to what it had counted."""
+        """It answers no more, and is no child any more. lost: what is to be added to what it had counted."""
         self.retired = merged([self.retired, counted(self._read(child)), lost])
+        self._children.pop(child.number, None)  # before what waits for it is answered: it would be counted twice
+        child.tally.close()
         self._last.pop(child.number, None)
         for id, asked in list(self._open.items()):
             self._done(id, asked, child.number)

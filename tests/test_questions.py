@@ -125,6 +125,21 @@ def test_one_that_dies_is_not_waited_for() -> None:
     run(test)
 
 
+def test_who_waits_for_one_that_dies_is_told_its_numbers_once() -> None:
+    def test(it: Parent) -> None:
+        it.ask("metrics", asker=None)
+        for n in (0, 1):
+            it.answer(n, snapshot(1.0))
+        dead = it.children[2]
+        dead.count(100)
+        it.questions.gone(dead, Snapshot({}, {}, {}))  # type: ignore[arg-type]
+        assert read_snapshot(it.said[-1]).values["evap_tokens"]["prompt"] == 102.0
+        assert 2 not in it.children
+        assert dead.tally.closed, "its descriptor would stay until a cycle of objects is found"
+
+    run(test)
+
+
 def test_one_that_is_silent_is_waited_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "PATIENCE_S", 0.02)
 

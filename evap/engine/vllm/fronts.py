@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -96,6 +98,7 @@ class GuestSeam(CoreSeam):
 
     def __init__(self, vllm_config: Any, sink: Sink, address: Address) -> None:
         super().__init__(vllm_config, sink, address.number)
+        self._call_ids = itertools.count(secrets.randbits(48))  # no answer to a dead guest's call is one to ours
         self._address = address
 
     async def open(self, spawned: Callable[[], None]) -> None:

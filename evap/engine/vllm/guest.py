@@ -78,7 +78,7 @@ class VllmGuest(VllmReplica):
         self._vllm_config.model_config.max_model_len = info.max_model_len
         try:
             await self._reach(how)
-        except (RuntimeError, OSError, TimeoutError) as e:
+        except (RuntimeError, OSError, TimeoutError, StartupError) as e:
             logger.error("no way to the engine: %s", e)
             self._lost(f"no way to the engine: {e}")
             return

@@ -206,6 +206,13 @@ class PipeHandler(logging.Handler):
         except (OSError, ValueError, TypeError):
             pass  # evap is gone, or does not read: nobody to tell
 
+    def close(self) -> None:
+        """Each configuration of logging closes the handlers of the last: an engine's start is one."""
+        descriptor, self._fd = self._fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        super().close()
+
     def _line(self, record: logging.LogRecord, most: int) -> bytes:
         text = record.getMessage()
         if record.exc_info and record.exc_info[0] is not None:

@@ -87,7 +87,7 @@ class UnixWire:
         self._loop = asyncio.get_running_loop()
         self._take, self._ended = take, ended
         self._requests, self._outputs = requests, outputs
-        self._queue: list[Buffer] = []  # of this pass
+        self._queue: list[Buffer] = []  # of this pass; and of all since the engine is behind
         self._rest: memoryview | None = None  # the engine has not taken these yet
         self._buffer = bytearray(READ_SIZE)
         self._view = memoryview(self._buffer)
@@ -122,13 +122,11 @@ class UnixWire:
         self._queue += pieces(message)
 
     def flush(self) -> None:
+        if self._rest is not None:  # they follow it
+            return
         queue, self._queue = self._queue, []
-        if not queue or self._over:
-            return
-        if self._rest is not None:
-            self._rest = memoryview(b"".join((self._rest, *queue)))
-            return
-        self._write(memoryview(b"".join(queue)))
+        if queue and not self._over:
+            self._write(memoryview(b"".join(queue)))
 
     def _write(self, data: memoryview) -> None:
         """As much as fits; the rest when there is room."""
@@ -149,6 +147,7 @@ class UnixWire:
     def _write_rest(self) -> None:
         if self._rest is not None:
             self._write(self._rest)
+            self.flush()
 
     # In
 
@@ -226,7 +225,8 @@ class _Connection:
                 listener.listen(1)
                 self.socket, _ = await loop.sock_accept(listener)
             finally:
-                os.unlink(path)
+                with contextlib.suppress(FileNotFoundError):  # libzmq was late to remove its own
+                    os.unlink(path)
         self._open.append(self.socket)
         while self.peer.stage is not Stage.TRAFFIC:
             await loop.sock_sendall(self.socket, self.peer.take_output())

@@ -52,7 +52,8 @@ def pieces(message: Sequence[Buffer]) -> list[Buffer]:
     found: list[Buffer] = []
     last = len(message) - 1
     for number, body in enumerate(message):
-        found += head(_MORE if number < last else 0, len(body)), body
+        size = body.nbytes if isinstance(body, memoryview) else len(body)  # an array's `len` is not its octets
+        found += head(_MORE if number < last else 0, size), body
     return found
 
 

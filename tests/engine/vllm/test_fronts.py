@@ -63,7 +63,10 @@ class Engine:
 
     async def answer(self) -> tuple[int, str]:
         """Hear a call and answer it. Returns whose it was, and what."""
-        _, (client, call_id, method, _args) = await self.heard()
+        return await self.reply(await self.heard())
+
+    async def reply(self, call: tuple[bytes, Any]) -> tuple[int, str]:
+        _, (client, call_id, method, _args) = call
         from vllm.v1.engine import UtilityOutput
         from vllm.v1.serial_utils import UtilityResult
 
@@ -108,6 +111,30 @@ def test_what_was_meant_for_a_dead_guest_is_not_heard(tmp_path: Path) -> None:
         await engine.tokens(new)
         await until(lambda: bool(sink.steps))
         assert [step.slots.tolist() for step in sink.steps] == [[5]]
+        await seam.close(0)
+        engine.close()
+
+    run(tmp_path, test)
+
+
+def test_an_answer_to_a_dead_guest_is_none_to_its_successor(tmp_path: Path) -> None:
+    async def test(address: Any, sink: Sink, make: Callable[[], Any]) -> None:
+        engine = Engine(address)
+        former = make()
+        opening = asyncio.ensure_future(former.open(nothing))
+        asked = await engine.heard()
+        opening.cancel()  # it dies before it is answered
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await former.close(0)
+        await engine.reply(asked)
+        seam = make()
+        opening = asyncio.ensure_future(seam.open(nothing))
+        asked = await engine.heard()
+        await asyncio.sleep(0.1)
+        assert not opening.done()
+        await engine.reply(asked)
+        await opening
         await seam.close(0)
         engine.close()
 

@@ -27,9 +27,10 @@ INFO = EngineInfo(engine="vllm", device="cpu", dtype="bfloat16", max_model_len=7
 
 
 class Seam:
-    """An engine that takes everything. fails: what `open` raises."""
+    """An engine that takes everything. fails: what `open` raises; refuses: what `call` does."""
 
     fails: Exception | None = None
+    refuses: Exception | None = None
 
     def __init__(self, sink: Any, address: Any) -> None:
         self.sink, self.address = sink, address
@@ -49,6 +50,8 @@ class Seam:
         asyncio.get_running_loop().call_soon(self.sink.on_aborted, [request_id])
 
     async def call(self, method: str, *args: Any) -> Any:
+        if Seam.refuses is not None:
+            raise Seam.refuses
         self.calls.append((method, *args))
         return [True]
 
@@ -175,6 +178,19 @@ def test_a_way_that_leads_nowhere_is_given_up(world: World, monkeypatch: pytest.
         await wait(lambda: guest.state is ReplicaState.READY)
         guest.submit(0, 0, request(1, 5))
         assert len(world.seams[-1].added) == 1
+
+    world.run(test)
+
+
+def test_an_engine_that_ends_while_the_meter_is_installed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(guest: VllmGuest, listener: Listener) -> None:
+        monkeypatch.setattr(Seam, "refuses", RuntimeError("the engine takes no requests"))
+        world.lead(guest)
+        await wait(lambda: len(world.asked) == 2)
+        assert guest.state is ReplicaState.FAILED
+        monkeypatch.setattr(Seam, "refuses", None)
+        world.lead(guest)
+        await wait(lambda: guest.state is ReplicaState.READY)
 
     world.run(test)
 

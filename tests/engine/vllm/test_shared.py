@@ -142,5 +142,24 @@ def test_the_logging_file_is_a_valid_configuration(shared: Shared) -> None:
         handler.close()
 
 
+def test_the_handlers_of_an_engines_last_start_are_closed(shared: Shared) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with open(shared.logging_file()) as file:
+        document = json.load(file)
+    document["loggers"] = {"evap-test-vllm": document["loggers"]["vllm"]}
+    logging.config.dictConfig(document)
+    before = descriptors()
+    former = logging.getLogger("evap-test-vllm").handlers[0]
+    logging.config.dictConfig(document)
+    assert descriptors() == before
+    former.handle(logging.makeLogRecord({"msg": "late"}))  # a thread may still have it: nothing is written anywhere
+    [handler] = logging.getLogger("evap-test-vllm").handlers
+    handler.close()
+    handler.close()
+    assert descriptors() == before - 1
+
+
 def test_foreign_lines_are_dropped() -> None:
     assert parse_lines(b'nonsense\n[1]\n{"a":1}\n[20,"p","m"]\n[21,"p","m"]\n') == [(20, "p", "m")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,6 +119,13 @@ def test_any_octets_give_messages_or_the_error(data: bytes, greeted: bool) -> No
     except ZmtpError:
         return
     assert made.stage is not Stage.READY or greeted or len(data) >= 64
+
+
+def test_the_octets_of_an_array_are_counted_not_its_elements() -> None:
+    """vLLM's encoder hands over arrays as they are."""
+    array = np.arange(600, dtype=np.float32).reshape(3, 200)
+    data = b"".join(pieces([b"\x00", array.data, memoryview(b"end")]))
+    assert peer().receive(memoryview(data)) == [[b"\x00", array.tobytes(), b"end"]]
 
 
 def test_a_head_says_how_long_the_body_is() -> None:
