@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evap.engine.meter import map_file
-from evap.ring import ring_bytes
+from evap.ring import format_ring, ring_bytes
 
 Prints: TypeAlias = npt.NDArray[np.uint64]
 
@@ -95,6 +95,7 @@ class RingFiles:
         with path.open("wb") as file:
             file.truncate(ring_bytes(capacity))
         self.memory = map_file(path)
+        format_ring(self.memory, capacity)  # ours: an engine with other code must find that out
         self.bell_fd = _fifo(folder / BELL_FILE)
 
     def close(self) -> None:
