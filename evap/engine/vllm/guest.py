@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from evap.config import EngineConfig
 from evap.engine.interface import How
@@ -27,6 +27,8 @@ from evap.errors import StartupError
 from evap.messages import EngineInfo, ReplicaState
 
 logger = logging.getLogger(__name__)
+
+_LOGGING: Final = "VLLM_LOGGING_CONFIG_PATH"
 
 
 class VllmGuest(VllmReplica):
@@ -45,7 +47,8 @@ class VllmGuest(VllmReplica):
         self._loop = asyncio.get_running_loop()
         shared = self._shared = Shared()
         self._loop.add_reader(shared.log_fd, self._read_log)
-        os.environ["VLLM_LOGGING_CONFIG_PATH"] = shared.logging_file()  # read when vLLM is imported
+        before = os.environ.get(_LOGGING)
+        os.environ[_LOGGING] = shared.logging_file()  # read when vLLM is imported
         turn = Turn()
         try:
             self._vllm_config = await asyncio.to_thread(
@@ -56,6 +59,10 @@ class VllmGuest(VllmReplica):
             raise
         finally:
             turn.end()
+            if before is None:
+                del os.environ[_LOGGING]
+            else:
+                os.environ[_LOGGING] = before
         self._want()
         await self._led.wait()
 

@@ -73,7 +73,6 @@ class World:
         monkeypatch.setattr(boot, "guest_seam", lambda _config, sink, address: self._seam(sink, address))
         monkeypatch.setattr(boot, "mapper", lambda _config, _lora: SimpleNamespace(build=self._build, adapters={}))
         monkeypatch.setattr(Seam, "fails", None)
-        monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH", raising=False)
 
     def _seam(self, sink: Any, address: Any) -> Seam:
         self.seams.append(Seam(sink, address))
@@ -213,11 +212,12 @@ def test_a_start_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise StartupError("vLLM is not installed")
 
     monkeypatch.setattr(boot, "configure", configure)
-    monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH", raising=False)
 
     async def main() -> None:
         guest = VllmGuest(EngineConfig(engine="vllm"), Path("/model"), lambda _meter: None)
         with pytest.raises(StartupError, match="not installed"):
             await guest.start()
 
+    before = dict(os.environ)
     asyncio.run(main())
+    assert dict(os.environ) == before, "what vLLM was told for its import is not told to what is started later"
