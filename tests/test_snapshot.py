@@ -30,7 +30,10 @@ def test_counts_are_added_and_states_are_judged() -> None:
 
 
 def test_what_the_system_says_of_each() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    told = [sys.executable, "-c", "print('up', flush=True); input()"]
+    with subprocess.Popen(told, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"  # before, it may have no memory to speak of
         both = merged([of_process("parent", os.getpid()), of_process("0", child.pid)])
         memory = both.values["process_resident_memory_bytes"]
         assert memory.keys() == {"parent", "0"}
