@@ -38,6 +38,11 @@ def numbers(server: Server, key: str = "") -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^(evap_\S+) (\S+)$", text, re.M)}
 
 
+def ready(server: Server) -> bool:
+    """Whether the process that got the question has a way to the engine."""
+    return httpx.get(server.url + "/ready", trust_env=False, timeout=STOP_TIMEOUT_S).status_code == 200
+
+
 def children(server: Server, module: str) -> list[psutil.Process]:
     """Those that run a module."""
     found = []

@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from tests.clients.asking import eventually
 from tests.listeners import tree
-from tests.many import ask, children, loops, numbers, records, streams
+from tests.many import ask, children, loops, numbers, ready, records, streams
 from tests.support import ROOT, STOP_TIMEOUT_S, Server, running
 
 pytest.importorskip("torch")
@@ -104,9 +103,8 @@ def test_a_killed_engine_comes_back_to_all(many: tuple[Server, Path]) -> None:
     assert all(a.endswith(DONE) for a in answers)
     assert all(b'data: {"error"' in a for a in answers)
 
-    def ready() -> bool:
-        return httpx.get(server.url + "/ready", trust_env=False, timeout=STOP_TIMEOUT_S).status_code == 200
-
-    eventually(lambda: all(ready() for _ in range(9)), "every process has a way to the new engine", STOP_TIMEOUT_S)
+    eventually(
+        lambda: all(ready(server) for _ in range(9)), "every process has a way to the new engine", STOP_TIMEOUT_S
+    )
     assert engine_of(server) != dead
     assert [ask(server, "w", 3, ignore_eos=True).status_code for _ in range(12)] == [200] * 12

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import zmq
 
-from evap.engine.vllm.zmqwire import Ended, Take, Wire, ZmqWire, bound, until
+from evap.engine.vllm.zmqwire import Ended, EndsOnce, Take, Wire, ZmqWire, bound, until
 from evap.engine.vllm.zmtp import Buffer, Peer, Stage, ZmtpError, pieces
 
 logger = logging.getLogger(__name__)
@@ -80,18 +80,18 @@ async def _left(paths: Sequence[Path]) -> None:
             path.unlink(missing_ok=True)  # not libzmq's: it was given the listener
 
 
-class UnixWire:
+class UnixWire(EndsOnce):
     """Our own end of both, on the loop."""
 
     def __init__(self, requests: _Connection, outputs: _Connection, take: Take, ended: Ended) -> None:
+        super().__init__(ended)
         self._loop = asyncio.get_running_loop()
-        self._take, self._ended = take, ended
+        self._take = take
         self._requests, self._outputs = requests, outputs
         self._queue: list[Buffer] = []  # of this pass; and of all since the engine is behind
         self._rest: memoryview | None = None  # the engine has not taken these yet
         self._buffer = bytearray(READ_SIZE)
         self._view = memoryview(self._buffer)
-        self._over = False
         self._loop.add_reader(outputs.socket.fileno(), self._read, outputs)
         self._loop.add_reader(requests.socket.fileno(), self._read, requests)
 
@@ -191,15 +191,7 @@ class UnixWire:
                 pass
         self._end(reason)
 
-    def _end(self, reason: str) -> None:
-        if not self._over:
-            self.close()
-            self._ended(reason)
-
-    def close(self) -> None:
-        if self._over:
-            return
-        self._over = True
+    def _leave(self) -> None:
         for one in (self._requests, self._outputs):
             self._loop.remove_reader(one.socket.fileno())
             self._loop.remove_writer(one.socket.fileno())

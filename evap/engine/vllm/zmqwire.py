@@ -35,8 +35,30 @@ class Wire(Protocol):
     def close(self) -> None: ...
 
 
-class ZmqWire:
-    """The same by libzmq. Its descriptor is edge-triggered: it is drained until it would block.
+class EndsOnce:
+    """Of every wire: the end is told once, and not after `close`."""
+
+    def __init__(self, ended: Ended) -> None:
+        self._ended = ended
+        self._over = False
+
+    def _end(self, reason: str) -> None:
+        if not self._over:
+            self.close()
+            self._ended(reason)
+
+    def close(self) -> None:
+        if not self._over:
+            self._over = True
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let go of the connections."""
+        raise NotImplementedError
+
+
+class ZmqWire(EndsOnce):
+    """A wire by libzmq. Its descriptor is edge-triggered: it is drained until it would block.
 
     vLLM closes its sockets on the loop's thread when the engine has died; a duplicate of the descriptor is watched, so
     that a number that was closed and given out again never is.
@@ -52,10 +74,10 @@ class ZmqWire:
         *,
         owns: bool = False,
     ) -> None:
+        super().__init__(ended)
         self._loop = asyncio.get_running_loop()
-        self._engine, self._take, self._ended = engine, take, ended
+        self._engine, self._take = engine, take
         self._in, self._out, self._owns = requests, outputs, owns
-        self._over = False
         self._fd = os.dup(outputs.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
         self._loop.call_soon(self._drain)  # what came before the reader was there gave no edge
@@ -86,15 +108,7 @@ class ZmqWire:
             return
         self._loop.call_soon(self._drain)
 
-    def _end(self, reason: str) -> None:
-        if not self._over:
-            self.close()
-            self._ended(reason)
-
-    def close(self) -> None:
-        if self._over:
-            return
-        self._over = True
+    def _leave(self) -> None:
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
         if self._owns:

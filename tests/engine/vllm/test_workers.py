@@ -14,7 +14,7 @@ import pytest
 
 from tests.clients.asking import eventually
 from tests.engine.vllm.live import NEEDS_VLLM, serve
-from tests.many import ask, loops, numbers, records, streams
+from tests.many import ask, loops, numbers, ready, records, streams
 from tests.support import STOP_TIMEOUT_S, TIME_FACTOR, Server
 
 pytestmark = NEEDS_VLLM
@@ -115,11 +115,8 @@ def test_a_killed_engine_comes_back_to_all(many: tuple[Server, Path, str]) -> No
     assert all(a.endswith(DONE) for a in answers)
     assert all(b'data: {"error"' in a for a in answers)
 
-    def ready() -> bool:
-        return httpx.get(server.url + "/ready", trust_env=False, timeout=STOP_TIMEOUT_S).status_code == 200
-
-    assert not ready()
-    eventually(lambda: all(ready() for _ in range(9)), "every process has a way to the new engine", START_S)
+    assert not ready(server)
+    eventually(lambda: all(ready(server) for _ in range(9)), "every process has a way to the new engine", START_S)
     assert engine_of(server) != dead
     assert [a.status_code for a in together(server, 12, 3)] == [200] * 12
     assert numbers(server)["evap_engine_restarts_total"] == 1
